@@ -1,0 +1,65 @@
+// The online softmax of one row, in base 2: scores are S * scale * log2(e). `exp2` is a parameter
+// so that the CPU's vector code, the GPU's MUFU and the tests can each pass their own.
+// Source: FlashAttention-2 (Dao 2023), section 3.1; Milakov and Gimelshein 2018, algorithm 3.
+#pragma once
+
+#include "core/host_device.h"
+
+namespace pantile::core {
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+// A row that has seen nothing has max = -inf and sum = 0.
+struct SoftmaxState {
+  float max;  // largest scaled score so far (base 2)
+  float sum;  // of exp2(score - max)
+};
+
+PANTILE_HD constexpr SoftmaxState empty_softmax_state() {
+  return SoftmaxState{-__builtin_huge_valf(), 0.0f};
+}
+
+// What is subtracted from scores: the maximum, or 0 for a row of -inf (so that exp2 gives 0, not
+// NaN).
+PANTILE_HD constexpr float softmax_shift(float max) {
+  return max == -__builtin_huge_valf() ? 0.0f : max;
+}
+
+// Takes in one block's maximum and returns the factor by which the old sum and output shrink.
+template <class Exp2>
+PANTILE_HD float raise_max(SoftmaxState& state, float block_max, Exp2 exp2) {
+  const float max = block_max > state.max ? block_max : state.max;
+  const float factor = exp2(state.max - softmax_shift(max));
+  state.max = max;
+  state.sum *= factor;
+  return factor;
+}
+
+// Joins two states of one row over disjoint keys (split-KV); returns both outputs' factors.
+struct MergeFactors {
+  float first, second;
+};
+
+template <class Exp2>
+PANTILE_HD MergeFactors merge(SoftmaxState& state, const SoftmaxState& other, Exp2 exp2) {
+  const float max = other.max > state.max ? other.max : state.max;
+  const float shift = softmax_shift(max);
+  const MergeFactors factors{exp2(state.max - shift), exp2(other.max - shift)};
+  state.sum = state.sum * factors.first + other.sum * factors.second;
+  state.max = max;
+  return factors;
+}
+
+// 1 / sum, or 0 for a row that attends to nothing, so that its output is exactly zero.
+PANTILE_HD constexpr float normaliser(const SoftmaxState& state) {
+  return state.sum == 0.0f ? 0.0f : 1.0f / state.sum;
+}
+
+// Natural-log LSE; -inf for a row that attends to nothing.
+template <class Log2>
+PANTILE_HD float log_sum_exp(const SoftmaxState& state, Log2 log2) {
+  return state.sum == 0.0f ? -__builtin_huge_valf() : (state.max + log2(state.sum)) * kLn2;
+}
+
+}  // namespace pantile::core

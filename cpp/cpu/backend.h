@@ -1,0 +1,31 @@
+// The CPU backend as the kernel table sees it: the tiled kernels and the double-precision textbook.
+#pragma once
+
+#include "pantile/attention.h"
+
+namespace pantile::cpu {
+
+// Best instruction set of this machine, lowered by PANTILE_CPU_ISA.
+CpuIsa detect_isa();
+
+// Tiled FlashAttention-2 forward and backward; any head dim up to kMaxHeadDim.
+Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
+                      const DeviceProps& device);
+void configure_forward(ForwardPlan* plan);
+Status run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
+                   void* stream);
+Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
+                       const DeviceProps& device);
+void configure_backward(BackwardPlan* plan);
+Status run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
+                    void* stream);
+
+// Textbook attention in double, one row at a time: the oracle of every test.
+Status reference_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
+                         void* stream);
+Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tensors,
+                          void* workspace, void* stream);
+void configure_reference_forward(ForwardPlan* plan);
+void configure_reference_backward(BackwardPlan* plan);
+
+}  // namespace pantile::cpu

@@ -1,0 +1,34 @@
+// The kernel table behind plan_*, run_* and explain_*: one row a kernel, with the three functions
+// every kernel family provides. `accept` is both the answer to "can you?" and the check before a
+// run, so the two can never disagree.
+#pragma once
+
+#include "pantile/attention.h"
+
+namespace pantile::host {
+
+template <class Problem, class Plan, class Tensors>
+struct KernelRow {
+  KernelInfo info;
+  // Ok, or the reason why this row cannot serve the problem on this device.
+  Status (*accept)(const KernelInfo& info, const Problem& problem, const DeviceProps& device);
+  // Fills tile_q, tile_k, blocks and workspace of a plan whose problem, device and kernel are set.
+  void (*configure)(Plan* plan);
+  // Launches; null when the row is not compiled into this build.
+  Status (*run)(const Plan& plan, const Tensors& tensors, void* workspace, void* stream);
+};
+
+using ForwardRow = KernelRow<ForwardProblem, ForwardPlan, ForwardTensors>;
+using BackwardRow = KernelRow<BackwardProblem, BackwardPlan, BackwardTensors>;
+
+template <class Row>
+struct RowList {
+  const Row* rows;
+  int count;
+};
+
+// GPU rows in the order of cuda/kernels.def, then CPU rows, then the reference.
+RowList<ForwardRow> forward_rows();
+RowList<BackwardRow> backward_rows();
+
+}  // namespace pantile::host

@@ -1,0 +1,11 @@
+// Everything: exact attention by streaming tiles. See attention.h for the calls.
+#pragma once
+
+#include "pantile/attention.h"
+#include "pantile/device.h"
+#include "pantile/dtype.h"
+#include "pantile/plan.h"
+#include "pantile/problem.h"
+#include "pantile/registry.h"
+#include "pantile/status.h"
+#include "pantile/version.h"

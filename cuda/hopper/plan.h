@@ -1,0 +1,18 @@
+// Host half of the hopper backend, compiled by the C++ compiler and without CUDA headers, so that
+// plans can be made and explained on any machine.
+#pragma once
+
+#include "pantile/plan.h"
+#include "pantile/status.h"
+
+namespace pantile::hopper {
+
+Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
+                      const DeviceProps& device);
+void configure_forward(ForwardPlan* plan);
+
+Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
+                       const DeviceProps& device);
+void configure_backward(BackwardPlan* plan);
+
+}  // namespace pantile::hopper
