@@ -1,0 +1,22 @@
+// Fast scalar mathematics on the special-function unit.
+#pragma once
+
+#include "prim/address.cuh"
+
+namespace pantile::prim {
+
+// 2^x, relative error 2^-22; subnormal results are flushed to 0, 2^-inf = 0, 2^NaN = NaN.
+PANTILE_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2(x), absolute error 2^-22 near 1 and relative 2^-22 elsewhere.
+PANTILE_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace pantile::prim

@@ -1,0 +1,45 @@
+// Moving registers between warpgroups, and pinning values in registers.
+#pragma once
+
+#include <cstdint>
+
+#include "prim/address.cuh"
+
+namespace pantile::prim {
+
+// setmaxnreg: executed by all warps of a warpgroup; a multiple of 8 in 24..256. ptxas ignores it
+// (advisory C7508) unless the kernel's entry register count is known from __launch_bounds__.
+template <int kRegisters>
+PANTILE_DEVICE void grow_registers() {
+  static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+PANTILE_DEVICE void shrink_registers() {
+  static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Marks the values as read and rewritten here, so that no use of an accumulator moves above the
+// wait of the wgmma that fills it. Costs no instruction.
+template <int kCount>
+PANTILE_DEVICE void pin(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("" : "+f"(values[i])::"memory");
+  }
+}
+
+template <int kRows, int kColumns>
+PANTILE_DEVICE void pin(std::uint32_t (&values)[kRows][kColumns]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      asm volatile("" : "+r"(values[i][j])::"memory");
+    }
+  }
+}
+
+}  // namespace pantile::prim
