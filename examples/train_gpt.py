@@ -1,0 +1,330 @@
+"""Train a byte-level GPT twice from one seed, with pantile and with PyTorch's attention.
+
+The text is real and already on the machine: the topics that ``help()`` prints, which every Python
+ships as ``pydoc_data.topics`` (about 465,000 bytes). Both runs see the same weights and the same
+batches, so the loss curves must lie on each other; the script prints their largest difference,
+tokens per second and peak memory, and writes ``losses.json`` and ``losses.png``.
+
+    python examples/train_gpt.py                              # a few minutes on a laptop
+    python examples/train_gpt.py --preset large --attention pantile,flash,cudnn   # H100 or H200
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import pathlib
+import re
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+import pantile
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+VOCABULARY = 256  # bytes
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Preset:
+    layers: int
+    width: int
+    heads: int
+    context: int  # tokens
+    batch: int  # sequences per step
+    steps: int
+    learning_rate: float
+
+
+PRESETS = {
+    # About 3.3 M parameters, head dim 64, float32: a few minutes on two CPU cores.
+    "small": Preset(
+        layers=4, width=256, heads=4, context=512, batch=4, steps=150, learning_rate=1e-3
+    ),
+    # About 103 M parameters, head dim 128, bfloat16: one H100 or H200.
+    "large": Preset(
+        layers=8, width=1024, heads=8, context=8192, batch=4, steps=100, learning_rate=6e-4
+    ),
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# Attention: [batch, seq, heads, dim] in and out, causal
+
+
+def attend_pantile(q, k, v):
+    return pantile.attention(q, k, v, causal=True)
+
+
+def attend_sdpa(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+# name -> (function, SDPA backend to force, or None to leave torch its choice)
+ATTENTION = {
+    "pantile": (attend_pantile, None),
+    "sdpa": (attend_sdpa, None),
+    "flash": (attend_sdpa, SDPBackend.FLASH_ATTENTION),
+    "cudnn": (attend_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "math": (attend_sdpa, SDPBackend.MATH),
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# Model: pre-norm decoder with learned positions
+
+
+class Block(nn.Module):
+    def __init__(self, preset: Preset, attend):
+        super().__init__()
+        self.heads = preset.heads
+        self.attend = attend
+        self.norm_1 = nn.LayerNorm(preset.width)
+        self.qkv = nn.Linear(preset.width, 3 * preset.width, bias=False)
+        self.out = nn.Linear(preset.width, preset.width, bias=False)
+        self.norm_2 = nn.LayerNorm(preset.width)
+        self.up = nn.Linear(preset.width, 4 * preset.width)
+        self.down = nn.Linear(4 * preset.width, preset.width)
+
+    def forward(self, x):
+        batch, seq, width = x.shape
+        qkv = self.qkv(self.norm_1(x)).view(batch, seq, 3, self.heads, width // self.heads)
+        q, k, v = qkv.unbind(2)  # views into one tensor: no copy is made for either attention
+        x = x + self.out(self.attend(q, k, v).reshape(batch, seq, width))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class ByteGPT(nn.Module):
+    def __init__(self, preset: Preset, attend):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, preset.width)
+        self.position = nn.Embedding(preset.context, preset.width)
+        self.blocks = nn.ModuleList(Block(preset, attend) for _ in range(preset.layers))
+        self.norm = nn.LayerNorm(preset.width)
+        self.head = nn.Linear(preset.width, VOCABULARY, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * preset.layers) ** residual))
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+# ---------------------------------------------------------------------------------------------
+# Measurement
+
+
+class PeakMemory:
+    """Largest memory in use between construction and ``bytes()``: allocator peak on the GPU,
+    resident-set peak of this process on the CPU."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            with contextlib.suppress(OSError):
+                pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+
+    def bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        with contextlib.suppress(OSError):
+            status = pathlib.Path("/proc/self/status").read_text()
+            if match := re.search(r"VmHWM:\s+(\d+) kB", status):
+                return int(match[1]) * 1024
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@dataclass
+class Run:
+    attention: str
+    losses: list[float]
+    tokens_per_second: float  # median over the steps after warm-up
+    step_seconds: float  # median
+    peak_bytes: int
+
+
+def load_text() -> torch.Tensor:
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def train(name: str, preset: Preset, text: torch.Tensor, device: torch.device, seed: int) -> Run:
+    attend, backend = ATTENTION[name]
+    torch.manual_seed(seed)
+    model = ByteGPT(preset, attend).to(device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=preset.learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda"
+    )
+    warmup = max(1, preset.steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / warmup))
+    batches = torch.Generator().manual_seed(seed)
+    offsets = torch.arange(preset.context + 1)
+    text = text.to(device)
+    precision = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else None
+    forced = sdpa_kernel(backend) if backend is not None else contextlib.nullcontext()
+
+    peak = PeakMemory(device)
+    losses, seconds = [], []
+    progress = tqdm(range(preset.steps), desc=f"{name:>8}", unit="step", file=sys.stdout)
+    with forced:
+        for _ in progress:
+            started = time.perf_counter()
+            starts = torch.randint(len(text) - preset.context, (preset.batch, 1), generator=batches)
+            window = text[(starts + offsets).to(device)]
+            with precision or contextlib.nullcontext():
+                logits = model(window[:, :-1])
+                loss = F.cross_entropy(
+                    logits.float().reshape(-1, VOCABULARY), window[:, 1:].reshape(-1)
+                )
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())  # waits for the device, so the clock below is honest
+            seconds.append(time.perf_counter() - started)
+            progress.set_postfix(loss=f"{losses[-1]:.4f}")
+    steady = sorted(seconds[min(5, len(seconds) - 1) :])
+    median = steady[len(steady) // 2]
+    return Run(name, losses, preset.batch * preset.context / median, median, peak.bytes())
+
+
+def plot(runs: list[Run], preset_name: str, device_name: str, path: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(
+        2, 1, sharex=True, figsize=(7, 5.5), height_ratios=(3, 1), layout="constrained"
+    )
+    for i, run in enumerate(runs):
+        label = f"{run.attention}: {run.tokens_per_second:,.0f} tokens/s"
+        top.plot(run.losses, label=label, linewidth=3.5 - 1.2 * i, alpha=0.9)
+    top.set_ylabel("loss (nats per byte)")
+    top.set_title(f"byte-level GPT, preset '{preset_name}', {device_name}", fontsize=10)
+    top.legend()
+    for run in runs[1:]:
+        difference = [abs(a - b) for a, b in zip(runs[0].losses, run.losses, strict=True)]
+        bottom.semilogy(
+            [max(d, 1e-9) for d in difference], label=f"|{runs[0].attention} - {run.attention}|"
+        )
+    bottom.set_xlabel("step")
+    bottom.set_ylabel("difference")
+    if len(runs) > 1:
+        bottom.legend()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument(
+        "--attention",
+        default="pantile,sdpa",
+        metavar="A,B",
+        help=f"comma-separated, of {', '.join(ATTENTION)} (default %(default)s)",
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, help="training steps (default: the preset's)")
+    parser.add_argument("--batch", type=int, help="sequences per step (default: the preset's)")
+    parser.add_argument("--context", type=int, help="tokens per sequence (default: the preset's)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("demo"),
+        help="folder for losses.json and losses.png (default %(default)s)",
+    )
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.attention.split(",") if name not in ATTENTION]
+    if unknown:
+        parser.error(f"--attention {unknown[0]!r} is not one of {', '.join(ATTENTION)}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    overrides = {
+        key: getattr(arguments, key)
+        for key in ("steps", "batch", "context")
+        if getattr(arguments, key) is not None
+    }
+    preset = Preset(**{**asdict(PRESETS[arguments.preset]), **overrides})
+    device = torch.device(arguments.device)
+    device_name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else (f"CPU, {torch.get_num_threads()} threads")
+    )
+    text = load_text()
+    parameters = sum(p.numel() for p in ByteGPT(preset, None).parameters())
+    print(
+        f"byte-level GPT: {parameters / 1e6:.1f} M parameters, {preset.layers} layers, "
+        f"{preset.heads} heads of {preset.width // preset.heads}, context {preset.context}"
+    )
+    print(
+        f"text: {len(text):,} bytes of pydoc_data.topics; {preset.steps} steps of "
+        f"{preset.batch} x {preset.context} tokens; {device_name}"
+    )
+
+    runs = [
+        train(name, preset, text, device, arguments.seed) for name in arguments.attention.split(",")
+    ]
+
+    print(
+        f"\n{'attention':>10} {'first loss':>11} {'last loss':>10} {'tokens/s':>10} "
+        f"{'ms/step':>8} {'peak GiB':>9}"
+    )
+    for run in runs:
+        print(
+            f"{run.attention:>10} {run.losses[0]:>11.4f} {run.losses[-1]:>10.4f} "
+            f"{run.tokens_per_second:>10,.0f} {run.step_seconds * 1e3:>8.1f} "
+            f"{run.peak_bytes / GIB:>9.2f}"
+        )
+    for run in runs[1:]:
+        largest = max(abs(a - b) for a, b in zip(runs[0].losses, run.losses, strict=True))
+        print(
+            f"largest loss difference, {runs[0].attention} against {run.attention}: "
+            f"{largest:.2e} over {preset.steps} steps"
+        )
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report = {
+        "preset": arguments.preset,
+        "device": device_name,
+        "torch": torch.__version__,
+        "pantile": pantile.__version__,
+        "parameters": parameters,
+        **asdict(preset),
+        "runs": [asdict(run) for run in runs],
+    }
+    (arguments.out / "losses.json").write_text(json.dumps(report) + "\n")
+    plot(runs, arguments.preset, device_name, arguments.out / "losses.png")
+    print(f"wrote {arguments.out / 'losses.json'} and {arguments.out / 'losses.png'}")
+
+
+if __name__ == "__main__":
+    main()
