@@ -86,16 +86,14 @@ PANTILE_HD constexpr TilePlan tile_plan(Span touched, Span common, int tile) {
 PANTILE_HD constexpr TilePlan plan_row_tile(const Mask& mask, Span rows, int tile) {
   const Span first = visible_keys(mask, rows.begin);
   const Span last = visible_keys(mask, rows.end - 1);
-  return detail::tile_plan(Span{first.begin, last.end}, Span{last.begin, first.end},
-                           tile);
+  return detail::tile_plan(Span{first.begin, last.end}, Span{last.begin, first.end}, tile);
 }
 
 // Row tiles of `tile` rows for the keys [keys.begin, keys.end), which must not be empty.
 PANTILE_HD constexpr TilePlan plan_key_tile(const Mask& mask, Span keys, int tile) {
   const Span first = visible_rows(mask, keys.begin);
   const Span last = visible_rows(mask, keys.end - 1);
-  return detail::tile_plan(Span{first.begin, last.end}, Span{last.begin, first.end},
-                           tile);
+  return detail::tile_plan(Span{first.begin, last.end}, Span{last.begin, first.end}, tile);
 }
 
 }  // namespace pantile::core

@@ -21,17 +21,18 @@ struct SequenceSide {
 
 struct Sequence {
   std::int64_t offset;  // elements from the tensor's first element to this sequence's first row
-  std::int64_t row;     // rows before this sequence in packed numbering (batch * max_length if dense)
-  int length;           // rows that exist
+  std::int64_t row;  // rows before this sequence in packed numbering (batch * max_length if dense)
+  int length;        // rows that exist
 };
 
-PANTILE_HD Sequence locate_sequence(const SequenceSide& side, int batch) {
+// A length is never negative, not even that of a decreasing cu_seqlens: kernels may count on it.
+PANTILE_HD constexpr Sequence locate_sequence(const SequenceSide& side, int batch) {
   Sequence sequence{};
   if (side.cu_seqlens != nullptr) {
     const int begin = side.cu_seqlens[batch];
     sequence.offset = begin * side.seq_stride;
     sequence.row = begin;
-    sequence.length = side.cu_seqlens[batch + 1] - begin;
+    sequence.length = max_of(side.cu_seqlens[batch + 1] - begin, 0);
   } else {
     sequence.offset = batch * side.batch_stride;
     sequence.row = static_cast<std::int64_t>(batch) * side.max_length;
