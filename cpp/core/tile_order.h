@@ -4,10 +4,9 @@
 //
 // Heads are numbered batch * heads + head and cut into sections of `section` heads, one section
 // after the other, so that the keys and values of the running heads stay in L2.
-//   one head a section         tiles of a head follow each other: full masks, where all cost the
-//   same more heads a section       all heads of the section do tile t before any does the next
-//   tile:
-//                              causal masks, with the longest tiles of all heads first
+// - One head a section: the tiles of a head follow each other. Full masks, where all cost the same.
+// - More heads: all heads of the section do a tile before any does the next one. Causal masks, with
+//   the longest tiles of all these heads first.
 // Measured on an H200, bf16 causal forward, d128, with work ids from a shared counter: 1.10x, 1.14x
 // and 1.16x of a static stride over the same list at 1k, 4k and 16k keys.
 #pragma once
