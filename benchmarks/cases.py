@@ -1,0 +1,75 @@
+"""The case catalogue: reads cases.toml into plain records that every benchmark shares."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import random
+from dataclasses import dataclass
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+CATALOGUE = tomllib.loads((pathlib.Path(__file__).parent / "cases.toml").read_text())
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    batch: int  # sequences
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    seqlen: int  # tokens per sequence; the longest one when `lengths` is given
+    causal: bool
+    window_left: int | None = None
+    lengths: tuple[int, ...] | None = None  # packed sequences
+
+    def pairs(self) -> float:
+        """Query-key pairs the mask shows, per head. Causal counts half the square, as the
+        papers do, so that numbers can be compared with theirs."""
+        if self.window_left is not None:
+            rows, left = self.seqlen, min(self.window_left, self.seqlen - 1)
+            return self.batch * (rows * (left + 1) - left * (left + 1) / 2)
+        half = 0.5 if self.causal else 1.0
+        lengths = self.lengths or (self.seqlen,) * self.batch
+        return half * sum(float(n) * n for n in lengths)
+
+    def flops(self, what: str) -> float:
+        forward = 4.0 * self.pairs() * self.heads_q * self.head_dim
+        return {"forward": 1.0, "backward": 2.5}[what] * forward
+
+
+def grid(head_dims=None, lengths=None, masks=None) -> list[Case]:
+    spec = CATALOGUE["grid"]
+    return [
+        Case(
+            f"d{d} {mask} {n}",
+            spec["tokens"] // n,
+            spec["hidden"] // d,
+            spec["hidden"] // d,
+            d,
+            n,
+            mask == "causal",
+        )
+        for d in head_dims or spec["head_dims"]
+        for mask in masks or spec["masks"]
+        for n in lengths or spec["lengths"]
+    ]
+
+
+def special() -> list[Case]:
+    return [Case(**case) for case in CATALOGUE["special"]]
+
+
+def varlen() -> Case:
+    spec = dict(CATALOGUE["varlen"])
+    draw = random.Random(spec.pop("seed"))
+    total, low, high = spec.pop("total"), spec.pop("shortest"), spec.pop("longest")
+    lengths: list[int] = []
+    while sum(lengths) < total:
+        length = round(math.exp(draw.uniform(math.log(low), math.log(high))))
+        lengths.append(min(length, total - sum(lengths)))
+    return Case(batch=len(lengths), seqlen=max(lengths), lengths=tuple(lengths), **spec)
