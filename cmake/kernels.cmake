@@ -1,0 +1,83 @@
+# Reads cuda/kernels.def, the list of GPU kernels, and writes into the build tree
+#   generated/kernel_rows.inc        the same rows with their names, for cpp/host/kernel_table.cc
+#   generated/instances/<name>.cu    one kernel instance a row, from cuda/instance.cu.in
+# Each GPU family's instances make one object library, compiled for that family's targets only.
+
+set(_generated "${PROJECT_BINARY_DIR}/generated")
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS cuda/kernels.def cuda/instance.cu.in)
+set(PANTILE_CUDA_FAMILIES hopper ampere)
+
+function(pantile_read_kernels)
+  file(STRINGS cuda/kernels.def _rows REGEX "^PANTILE_KERNEL")
+  set(_table "")
+  foreach(_row IN LISTS _rows)
+    if(NOT _row MATCHES
+        "^PANTILE_KERNEL\\(([a-z]+), ([a-z]+), ([a-z0-9]+), ([0-9]+), ([0-9]+), ([a-z]+)\\)$")
+      message(FATAL_ERROR "pantile: cannot read this row of cuda/kernels.def: ${_row}")
+    endif()
+    set(backend ${CMAKE_MATCH_1})
+    set(pass ${CMAKE_MATCH_2})
+    set(dtype ${CMAKE_MATCH_3})
+    set(head_dim ${CMAKE_MATCH_4})
+    set(head_dim_v ${CMAKE_MATCH_5})
+    set(mask ${CMAKE_MATCH_6})
+    if(NOT backend IN_LIST PANTILE_CUDA_FAMILIES)
+      message(FATAL_ERROR "pantile: unknown backend '${backend}' in cuda/kernels.def: ${_row}")
+    endif()
+    if(head_dim EQUAL head_dim_v)
+      set(name ${backend}_${pass}_${dtype}_d${head_dim}_${mask})
+    else()
+      set(name ${backend}_${pass}_${dtype}_d${head_dim}x${head_dim_v}_${mask})
+    endif()
+    if(pass STREQUAL "forward")
+      set(Pass Forward)
+    else()
+      set(Pass Backward)
+    endif()
+    string(APPEND _table
+      "PANTILE_KERNEL_ROW(${name}, ${backend}, ${pass}, ${dtype}, ${head_dim}, ${head_dim_v}, ${mask})\n")
+    configure_file(cuda/instance.cu.in ${_generated}/instances/${name}.cu @ONLY)
+    list(APPEND _instances_${backend} ${_generated}/instances/${name}.cu)
+  endforeach()
+  file(CONFIGURE OUTPUT ${_generated}/kernel_rows.inc CONTENT "${_table}" @ONLY)
+  foreach(_family IN LISTS PANTILE_CUDA_FAMILIES)
+    set(PANTILE_INSTANCES_${_family} "${_instances_${_family}}" PARENT_SCOPE)
+  endforeach()
+endfunction()
+
+function(pantile_cuda_family family archs)
+  set(_target pantile_${family})
+  add_library(${_target} OBJECT ${ARGN})
+  target_compile_features(${_target} PRIVATE cxx_std_17 cuda_std_20)
+  set_target_properties(${_target} PROPERTIES
+    CUDA_ARCHITECTURES "${archs}" CUDA_SEPARABLE_COMPILATION OFF CUDA_EXTENSIONS OFF
+    CUDA_VISIBILITY_PRESET hidden CUDA_RUNTIME_LIBRARY Static JOB_POOL_COMPILE pantile_nvcc
+    CUDA_COMPILER_LAUNCHER
+      "${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh;${CMAKE_CUDA_COMPILER_LAUNCHER}")
+  target_include_directories(${_target} PRIVATE cpp cpp/include cuda)
+  target_compile_definitions(${_target} PRIVATE PANTILE_STATIC)
+  target_compile_options(${_target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --compress-mode=size -Xptxas=-v>)
+  target_link_libraries(${_target} PRIVATE CUDA::cudart_static)
+  pantile_warnings(${_target})
+  target_sources(pantile PRIVATE $<TARGET_OBJECTS:${_target}>)
+endfunction()
+
+pantile_read_kernels()
+if(EXISTS ${PROJECT_SOURCE_DIR}/cuda/hopper/plan_forward.cc)
+  target_sources(pantile PRIVATE cuda/hopper/plan_forward.cc)
+endif()
+
+if(PANTILE_HAS_CUDA)
+  cmake_host_system_information(RESULT _cores QUERY NUMBER_OF_LOGICAL_CORES)
+  set(PANTILE_NVCC_JOBS ${_cores} CACHE STRING "How many nvcc run at a time (Ninja)")
+  set_property(GLOBAL APPEND PROPERTY JOB_POOLS pantile_nvcc=${PANTILE_NVCC_JOBS})
+  foreach(_family IN LISTS PANTILE_CUDA_FAMILIES)
+    string(TOUPPER ${_family} _FAMILY)
+    if(PANTILE_INSTANCES_${_family})
+      pantile_cuda_family(${_family} "${PANTILE_${_FAMILY}_ARCHS}" ${PANTILE_INSTANCES_${_family}})
+    endif()
+  endforeach()
+  target_sources(pantile PRIVATE cuda/backend.cc)
+  target_link_libraries(pantile PRIVATE CUDA::cudart_static)
+endif()

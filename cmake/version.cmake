@@ -1,0 +1,10 @@
+# PANTILE_VERSION from cpp/include/pantile/version.h, the one place where it is written.
+set(_header "${CMAKE_CURRENT_LIST_DIR}/../cpp/include/pantile/version.h")
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${_header}")
+file(STRINGS "${_header}" _lines REGEX "^#define PANTILE_VERSION_(MAJOR|MINOR|PATCH) [0-9]+$")
+list(TRANSFORM _lines REPLACE "^.* ([0-9]+)$" "\\1")
+list(LENGTH _lines _count)
+if(NOT _count EQUAL 3)
+  message(FATAL_ERROR "pantile: expected three version lines in ${_header}, found ${_count}")
+endif()
+list(JOIN _lines "." PANTILE_VERSION)

@@ -1,0 +1,138 @@
+#include "host/kernel_table.h"
+
+#include "ampere/plan.h"
+#include "build_info.h"
+#include "cpu/backend.h"
+#include "hopper/plan.h"
+
+namespace pantile {
+
+#if PANTILE_HAS_CUDA
+// The entry points of the generated instances (cuda/instance.cu.in).
+namespace kernels {
+#define PANTILE_TYPES_forward const ForwardPlan&, const ForwardTensors&
+#define PANTILE_TYPES_backward const BackwardPlan&, const BackwardTensors&
+#define PANTILE_KERNEL_ROW(name, backend, pass, dtype, head_dim, head_dim_v, mask) \
+  Status name(PANTILE_TYPES_##pass, void* workspace, void* stream);
+#include "kernel_rows.inc"
+#undef PANTILE_KERNEL_ROW
+}  // namespace kernels
+#define PANTILE_ENTRY(name) kernels::name
+#else
+#define PANTILE_ENTRY(name) nullptr
+#endif
+
+namespace host {
+namespace {
+
+#define PANTILE_ROW(name, backend, pass, dtype, head_dim, head_dim_v, mask)                  \
+  {{#name, Backend::backend, Pass::pass, DType::dtype, head_dim, head_dim_v, MaskKind::mask, \
+    PANTILE_HAS_CUDA != 0},                                                                  \
+   backend::accept_##pass,                                                                   \
+   backend::configure_##pass,                                                                \
+   PANTILE_ENTRY(name)},
+#define PANTILE_NO_ROW(...)
+#define PANTILE_KERNEL_ROW(name, backend, pass, ...) \
+  PANTILE_PICK_##pass(name, backend, pass, __VA_ARGS__)
+
+constexpr KernelInfo cpu_info(const char* name, Backend backend, Pass pass, DType dtype) {
+  return {name, backend, pass, dtype, kMaxHeadDim, kMaxHeadDim, MaskKind::any, true};
+}
+
+constexpr ForwardRow cpu_forward(const char* name, DType dtype) {
+  return {cpu_info(name, Backend::cpu, Pass::forward, dtype), cpu::accept_forward,
+          cpu::configure_forward, cpu::run_forward};
+}
+
+constexpr ForwardRow reference_forward(const char* name, DType dtype) {
+  return {cpu_info(name, Backend::reference, Pass::forward, dtype), cpu::accept_forward,
+          cpu::configure_reference_forward, cpu::reference_forward};
+}
+
+constexpr BackwardRow cpu_backward(const char* name, DType dtype) {
+  return {cpu_info(name, Backend::cpu, Pass::backward, dtype), cpu::accept_backward,
+          cpu::configure_backward, cpu::run_backward};
+}
+
+constexpr BackwardRow reference_backward(const char* name, DType dtype) {
+  return {cpu_info(name, Backend::reference, Pass::backward, dtype), cpu::accept_backward,
+          cpu::configure_reference_backward, cpu::reference_backward};
+}
+
+constexpr ForwardRow kForwardRows[] = {
+#define PANTILE_PICK_forward PANTILE_ROW
+#define PANTILE_PICK_backward PANTILE_NO_ROW
+#include "kernel_rows.inc"
+#undef PANTILE_PICK_forward
+#undef PANTILE_PICK_backward
+    cpu_forward("cpu_forward_f32", DType::f32),
+    cpu_forward("cpu_forward_f16", DType::f16),
+    cpu_forward("cpu_forward_bf16", DType::bf16),
+    reference_forward("reference_forward_f32", DType::f32),
+    reference_forward("reference_forward_f16", DType::f16),
+    reference_forward("reference_forward_bf16", DType::bf16),
+};
+
+constexpr BackwardRow kBackwardRows[] = {
+#define PANTILE_PICK_forward PANTILE_NO_ROW
+#define PANTILE_PICK_backward PANTILE_ROW
+#include "kernel_rows.inc"
+#undef PANTILE_PICK_forward
+#undef PANTILE_PICK_backward
+    cpu_backward("cpu_backward_f32", DType::f32),
+    cpu_backward("cpu_backward_f16", DType::f16),
+    cpu_backward("cpu_backward_bf16", DType::bf16),
+    reference_backward("reference_backward_f32", DType::f32),
+    reference_backward("reference_backward_f16", DType::f16),
+    reference_backward("reference_backward_bf16", DType::bf16),
+};
+
+constexpr int kForwardCount = static_cast<int>(sizeof kForwardRows / sizeof kForwardRows[0]);
+constexpr int kBackwardCount = static_cast<int>(sizeof kBackwardRows / sizeof kBackwardRows[0]);
+
+}  // namespace
+
+RowList<ForwardRow> forward_rows() {
+  return {kForwardRows, kForwardCount};
+}
+RowList<BackwardRow> backward_rows() {
+  return {kBackwardRows, kBackwardCount};
+}
+
+}  // namespace host
+
+int kernel_count() {
+  return host::kForwardCount + host::kBackwardCount;
+}
+
+const KernelInfo& kernel_info(int index) {
+  return index < host::kForwardCount ? host::kForwardRows[index].info
+                                     : host::kBackwardRows[index - host::kForwardCount].info;
+}
+
+const char* backend_name(Backend backend) {
+  switch (backend) {
+    case Backend::automatic: return "auto";
+    case Backend::hopper: return "hopper";
+    case Backend::ampere: return "ampere";
+    case Backend::cpu: return "cpu";
+    case Backend::reference: return "reference";
+  }
+  return "?";
+}
+
+const char* pass_name(Pass pass) {
+  return pass == Pass::forward ? "forward" : "backward";
+}
+
+const char* mask_kind_name(MaskKind mask) {
+  switch (mask) {
+    case MaskKind::full: return "full";
+    case MaskKind::causal: return "causal";
+    case MaskKind::window: return "window";
+    case MaskKind::any: return "any";
+  }
+  return "?";
+}
+
+}  // namespace pantile

@@ -1,0 +1,77 @@
+#include "host/shape.h"
+
+namespace pantile::host {
+namespace {
+
+Layout canonical_layout(const Layout& layout, const TensorShape& shape) {
+  Layout result = layout;
+  const std::int64_t row = shape.sizes[2] * shape.dim;
+  if (shape.sizes[2] <= 1) {
+    result.head = shape.dim;
+  }
+  if (shape.sizes[1] <= 1) {
+    result.seq = row;
+  }
+  if (shape.sizes[0] <= 1) {
+    result.batch = shape.sizes[1] * row;
+  }
+  return result;
+}
+
+}  // namespace
+
+ForwardProblem canonical(const ForwardProblem& problem) {
+  ForwardProblem result = problem;
+  // The first row (i = 0) of the longest sequence sits sq - 1 before the last key at most, and the
+  // last row sits at the last key, sk - 1 after the first one.
+  if (problem.window_left >= problem.seqlen_k - 1) {
+    result.window_left = kUnbounded;
+  }
+  if (problem.window_right >= problem.seqlen_q - 1) {
+    result.window_right = kUnbounded;
+  }
+  if (!problem.packed_q) {
+    result.total_q = problem.batch * problem.seqlen_q;
+  }
+  if (!problem.packed_k) {
+    result.total_k = problem.batch * problem.seqlen_k;
+  }
+  result.q = canonical_layout(problem.q, query_shape(problem, problem.head_dim));
+  result.k = canonical_layout(problem.k, key_shape(problem, problem.head_dim));
+  result.v = canonical_layout(problem.v, key_shape(problem, problem.head_dim_v));
+  result.o = canonical_layout(problem.o, query_shape(problem, problem.head_dim_v));
+  return result;
+}
+
+BackwardProblem canonical(const BackwardProblem& problem) {
+  const ForwardProblem& forward = problem.forward;
+  BackwardProblem result = problem;
+  result.forward = canonical(forward);
+  result.grad_o = canonical_layout(problem.grad_o, query_shape(forward, forward.head_dim_v));
+  result.grad_q = canonical_layout(problem.grad_q, query_shape(forward, forward.head_dim));
+  result.grad_k = canonical_layout(problem.grad_k, key_shape(forward, forward.head_dim));
+  result.grad_v = canonical_layout(problem.grad_v, key_shape(forward, forward.head_dim_v));
+  return result;
+}
+
+bool writes_nothing(const ForwardProblem& problem) {
+  return problem.batch == 0 || query_shape(problem, problem.head_dim_v).empty();
+}
+
+bool writes_nothing(const BackwardProblem& problem) {
+  return problem.forward.batch == 0 ||
+         (query_shape(problem.forward, problem.forward.head_dim).empty() &&
+          key_shape(problem.forward, problem.forward.head_dim).empty());
+}
+
+MaskKind mask_kind(const ForwardProblem& problem) {
+  if (problem.window_left != kUnbounded) {
+    return MaskKind::window;
+  }
+  if (problem.window_right == kUnbounded) {
+    return MaskKind::full;
+  }
+  return problem.window_right == 0 ? MaskKind::causal : MaskKind::window;
+}
+
+}  // namespace pantile::host

@@ -1,0 +1,398 @@
+#include "host/validate.h"
+
+#include <cinttypes>
+#include <cmath>
+#include <cstdint>
+#include <initializer_list>
+
+#include "host/shape.h"
+
+namespace pantile::host {
+namespace {
+
+constexpr std::int64_t kMaxLength = (std::int64_t{1} << 29) - 1;  // core/geometry.h
+constexpr std::int64_t kMaxCount = (std::int64_t{1} << 31) - 1;   // work ids and cu_seqlens: int32
+constexpr std::int64_t kMaxReach = (std::int64_t{1} << 60);       // elements; bytes fit 63 bits
+constexpr std::uintptr_t kWorkspaceAlign = 256;                   // bytes, pantile/plan.h
+
+const char* const kAxisNames[kAxes] = {"batch", "seq", "head"};
+
+constexpr StatusCode kInvalid = StatusCode::invalid_argument;
+
+Status between(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
+  if (value < low || value > high) {
+    return Status::error(kInvalid, "%s is %" PRId64 "; it must be from %" PRId64 " to %" PRId64,
+                         name, value, low, high);
+  }
+  return Status();
+}
+
+// The first error of a list, or ok.
+Status first_error(std::initializer_list<Status> list) {
+  for (const Status& status : list) {
+    if (!status.ok()) {
+      return status;
+    }
+  }
+  return Status();
+}
+
+Status dtype_rule(const ForwardProblem& p) {
+  switch (p.dtype) {
+    case DType::f32:
+    case DType::f16:
+    case DType::bf16:
+    case DType::e4m3: return Status();
+  }
+  return Status::error(kInvalid, "dtype is %d; it must be f32 (0), f16 (1), bf16 (2) or e4m3 (3)",
+                       static_cast<int>(p.dtype));
+}
+
+Status batch_rule(const ForwardProblem& p) {
+  return between("batch", p.batch, 0, kMaxCount);
+}
+Status heads_q_rule(const ForwardProblem& p) {
+  return between("heads_q", p.heads_q, 0, kMaxCount);
+}
+Status heads_k_rule(const ForwardProblem& p) {
+  return between("heads_k", p.heads_k, 0, kMaxCount);
+}
+Status seqlen_q_rule(const ForwardProblem& p) {
+  return between("seqlen_q", p.seqlen_q, 0, kMaxLength);
+}
+Status seqlen_k_rule(const ForwardProblem& p) {
+  return between("seqlen_k", p.seqlen_k, 0, kMaxLength);
+}
+Status head_dim_rule(const ForwardProblem& p) {
+  return between("head_dim", p.head_dim, 1, kMaxHeadDim);
+}
+Status head_dim_v_rule(const ForwardProblem& p) {
+  return between("head_dim_v", p.head_dim_v, 1, kMaxHeadDim);
+}
+
+Status group_rule(const ForwardProblem& p) {
+  const bool both_zero = p.heads_q == 0 && p.heads_k == 0;
+  if (both_zero || (p.heads_q > 0 && p.heads_k > 0 && p.heads_q % p.heads_k == 0)) {
+    return Status();
+  }
+  return Status::error(kInvalid,
+                       "heads_q is %" PRId64 " and heads_k is %" PRId64
+                       "; heads_q must be a positive multiple of heads_k, or both 0",
+                       p.heads_q, p.heads_k);
+}
+
+Status work_rule(const ForwardProblem& p) {
+  if (p.batch * p.heads_q > kMaxCount) {
+    return Status::error(kInvalid, "batch * heads_q is %" PRId64 "; it must be at most %" PRId64,
+                         p.batch * p.heads_q, kMaxCount);
+  }
+  return Status();
+}
+
+Status total_rule(const char* name, bool packed, std::int64_t total, std::int64_t batch,
+                  std::int64_t length) {
+  if (!packed) {
+    if (total != 0 && total != batch * length) {
+      return Status::error(kInvalid,
+                           "%s is %" PRId64
+                           "; for a dense tensor it must be 0 or batch * seqlen, %" PRId64,
+                           name, total, batch * length);
+    }
+    return Status();
+  }
+  if (batch == 0 && total != 0) {
+    return Status::error(kInvalid, "%s is %" PRId64 "; it must be 0 when batch is 0", name, total);
+  }
+  return between(name, total, 0, kMaxCount);
+}
+Status total_q_rule(const ForwardProblem& p) {
+  return total_rule("total_q", p.packed_q, p.total_q, p.batch, p.seqlen_q);
+}
+Status total_k_rule(const ForwardProblem& p) {
+  return total_rule("total_k", p.packed_k, p.total_k, p.batch, p.seqlen_k);
+}
+
+Status window_rule(const char* name, std::int64_t side) {
+  if (side < kUnbounded) {
+    return Status::error(kInvalid, "%s is %" PRId64 "; it must be 0 or more, or -1 for unbounded",
+                         name, side);
+  }
+  return Status();
+}
+Status window_left_rule(const ForwardProblem& p) {
+  return window_rule("window_left", p.window_left);
+}
+Status window_right_rule(const ForwardProblem& p) {
+  return window_rule("window_right", p.window_right);
+}
+
+Status scale_rule(const ForwardProblem& p) {
+  if (!std::isfinite(p.scale)) {
+    return Status::error(kInvalid, "scale is %g; it must be finite", static_cast<double>(p.scale));
+  }
+  return Status();
+}
+
+Status alignment_rule(const char* name, const Layout& layout, DType dtype) {
+  const int align = layout.base_align_bytes;
+  if (align < dtype_bytes(dtype) || (align & (align - 1)) != 0) {
+    return Status::error(kInvalid,
+                         "%s.base_align_bytes is %d; it must be a power of two of at least %d",
+                         name, align, dtype_bytes(dtype));
+  }
+  return Status();
+}
+
+// Strides that are not negative and keep every address within 63 bits.
+Status reach_rule(const char* name, const Layout& layout, const TensorShape& shape) {
+  const std::int64_t strides[kAxes] = {layout.batch, layout.seq, layout.head};
+  std::int64_t reach = shape.dim;
+  for (int axis = 0; axis < kAxes; ++axis) {
+    if (shape.sizes[axis] <= 1) {
+      continue;
+    }
+    if (strides[axis] < 0) {
+      return Status::error(kInvalid, "%s: stride along %s is %" PRId64 "; it must be 0 or more",
+                           name, kAxisNames[axis], strides[axis]);
+    }
+    const std::int64_t steps = shape.sizes[axis] - 1;
+    if (strides[axis] > (kMaxReach - reach) / steps) {
+      return Status::error(kInvalid,
+                           "%s: stride along %s is %" PRId64 "; with %" PRId64
+                           " elements on that axis the tensor spans more than 2^60 elements",
+                           name, kAxisNames[axis], strides[axis], shape.sizes[axis]);
+    }
+    reach += strides[axis] * steps;
+  }
+  return Status();
+}
+
+// What is written must not overlap itself: along the axes in order of stride, each step must clear
+// all that the smaller steps span.
+Status overlap_rule(const char* name, const Layout& layout, const TensorShape& shape) {
+  const std::int64_t strides[kAxes] = {layout.batch, layout.seq, layout.head};
+  bool done[kAxes] = {shape.sizes[0] <= 1, shape.sizes[1] <= 1, shape.sizes[2] <= 1};
+  std::int64_t span = shape.dim;
+  for (int round = 0; round < kAxes; ++round) {
+    int smallest = -1;
+    for (int axis = 0; axis < kAxes; ++axis) {
+      if (!done[axis] && (smallest < 0 || strides[axis] < strides[smallest])) {
+        smallest = axis;
+      }
+    }
+    if (smallest < 0) {
+      break;
+    }
+    if (strides[smallest] < span) {
+      return Status::error(kInvalid,
+                           "%s: stride along %s is %" PRId64 "; it must be at least %" PRId64
+                           ", or its elements overlap",
+                           name, kAxisNames[smallest], strides[smallest], span);
+    }
+    span += strides[smallest] * (shape.sizes[smallest] - 1);
+    done[smallest] = true;
+  }
+  return Status();
+}
+
+Status input_layout(const char* name, const Layout& layout, const TensorShape& shape, DType dtype) {
+  Status status = alignment_rule(name, layout, dtype);
+  if (status.ok() && !shape.empty()) {
+    status = reach_rule(name, layout, shape);
+  }
+  return status;
+}
+
+Status output_layout(const char* name, const Layout& layout, const TensorShape& shape,
+                     DType dtype) {
+  Status status = input_layout(name, layout, shape, dtype);
+  if (status.ok() && !shape.empty()) {
+    status = overlap_rule(name, layout, shape);
+  }
+  return status;
+}
+
+Status q_layout_rule(const ForwardProblem& p) {
+  return input_layout("q", p.q, query_shape(p, p.head_dim), p.dtype);
+}
+Status k_layout_rule(const ForwardProblem& p) {
+  return input_layout("k", p.k, key_shape(p, p.head_dim), p.dtype);
+}
+Status v_layout_rule(const ForwardProblem& p) {
+  return input_layout("v", p.v, key_shape(p, p.head_dim_v), p.dtype);
+}
+Status o_layout_rule(const ForwardProblem& p) {
+  return output_layout("o", p.o, query_shape(p, p.head_dim_v), p.dtype);
+}
+
+// In the order in which a reader of problem.h meets the fields; later rules rely on earlier ones.
+constexpr Status (*kForwardRules[])(const ForwardProblem&) = {
+    dtype_rule,    batch_rule,    heads_q_rule,     heads_k_rule,      seqlen_q_rule,
+    seqlen_k_rule, head_dim_rule, head_dim_v_rule,  group_rule,        work_rule,
+    total_q_rule,  total_k_rule,  window_left_rule, window_right_rule, scale_rule,
+    q_layout_rule, k_layout_rule, v_layout_rule,    o_layout_rule,
+};
+
+Status wants_lse_rule(const BackwardProblem& p) {
+  if (!p.forward.wants_lse) {
+    return Status::error(kInvalid,
+                         "forward.wants_lse is false; the backward needs the LSE of the forward");
+  }
+  return Status();
+}
+Status grad_o_layout_rule(const BackwardProblem& p) {
+  return input_layout("grad_o", p.grad_o, query_shape(p.forward, p.forward.head_dim_v),
+                      p.forward.dtype);
+}
+Status grad_q_layout_rule(const BackwardProblem& p) {
+  return output_layout("grad_q", p.grad_q, query_shape(p.forward, p.forward.head_dim),
+                       p.forward.dtype);
+}
+Status grad_k_layout_rule(const BackwardProblem& p) {
+  return output_layout("grad_k", p.grad_k, key_shape(p.forward, p.forward.head_dim),
+                       p.forward.dtype);
+}
+Status grad_v_layout_rule(const BackwardProblem& p) {
+  return output_layout("grad_v", p.grad_v, key_shape(p.forward, p.forward.head_dim_v),
+                       p.forward.dtype);
+}
+
+constexpr Status (*kBackwardRules[])(const BackwardProblem&) = {
+    wants_lse_rule, grad_o_layout_rule, grad_q_layout_rule, grad_k_layout_rule, grad_v_layout_rule,
+};
+
+template <class Problem, std::size_t kCount>
+Status apply(Status (*const (&rules)[kCount])(const Problem&), const Problem& problem) {
+  for (const auto rule : rules) {
+    Status status = rule(problem);
+    if (!status.ok()) {
+      return status;
+    }
+  }
+  return Status();
+}
+
+// A tensor's pointer: there when the tensor has elements, and as aligned as the layout says.
+Status tensor_pointer(const char* name, const void* pointer, const Layout& layout, bool empty) {
+  if (empty) {
+    return Status();
+  }
+  if (pointer == nullptr) {
+    return Status::error(kInvalid, "%s is null; it must point to the tensor", name);
+  }
+  const auto address = reinterpret_cast<std::uintptr_t>(pointer);
+  if (address % static_cast<std::uintptr_t>(layout.base_align_bytes) != 0) {
+    return Status::error(
+        kInvalid, "%s is at %p; the problem says base_align_bytes = %d, which must divide it", name,
+        pointer, layout.base_align_bytes);
+  }
+  return Status();
+}
+
+// An optional array: there exactly when the problem says so.
+Status optional_pointer(const char* name, const void* pointer, bool wanted, const char* because) {
+  if (wanted && pointer == nullptr) {
+    return Status::error(kInvalid, "%s is null; it must be set because %s is true", name, because);
+  }
+  if (!wanted && pointer != nullptr) {
+    return Status::error(kInvalid, "%s is set; it must be null because %s is false", name, because);
+  }
+  return Status();
+}
+
+Status sequence_pointers(const ForwardProblem& p, const ForwardTensors& t) {
+  return first_error({
+      optional_pointer("cu_seqlens_q", t.cu_seqlens_q, p.packed_q, "packed_q"),
+      optional_pointer("cu_seqlens_k", t.cu_seqlens_k, p.packed_k, "packed_k"),
+      optional_pointer("seqused_q", t.seqused_q, p.has_seqused_q, "has_seqused_q"),
+      optional_pointer("seqused_k", t.seqused_k, p.has_seqused_k, "has_seqused_k"),
+  });
+}
+
+Status lse_pointer(const ForwardProblem& p, const ForwardTensors& t) {
+  if (p.wants_lse && t.lse == nullptr && !query_shape(p, p.head_dim).empty()) {
+    return Status::error(kInvalid, "lse is null; it must be set because wants_lse is true");
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status validate(const ForwardProblem& problem) {
+  return apply(kForwardRules, problem);
+}
+
+Status validate(const BackwardProblem& problem) {
+  Status status = validate(problem.forward);
+  return status.ok() ? apply(kBackwardRules, problem) : status;
+}
+
+Status validate(const DeviceProps& device) {
+  if (device.device.type != DeviceType::cpu && device.device.type != DeviceType::cuda) {
+    return Status::error(kInvalid, "device.type is %d; it must be cpu (0) or cuda (1)",
+                         static_cast<int>(device.device.type));
+  }
+  if (device.device.index < 0) {
+    return Status::error(kInvalid, "device.index is %d; it must be 0 or more", device.device.index);
+  }
+  if (device.device.type == DeviceType::cpu && device.threads < 1) {
+    return Status::error(kInvalid, "device.threads is %d; it must be 1 or more", device.threads);
+  }
+  return Status();
+}
+
+Status validate(const PlanOptions& options) {
+  switch (options.backend) {
+    case Backend::automatic:
+    case Backend::hopper:
+    case Backend::ampere:
+    case Backend::cpu:
+    case Backend::reference: return Status();
+  }
+  return Status::error(kInvalid,
+                       "options.backend is %d; it must be auto (0), hopper (1), ampere (2), cpu "
+                       "(3) or reference (4)",
+                       static_cast<int>(options.backend));
+}
+
+Status validate_tensors(const ForwardProblem& p, const ForwardTensors& t) {
+  const bool no_rows = query_shape(p, p.head_dim).empty();
+  const bool no_keys = key_shape(p, p.head_dim).empty();
+  return first_error({
+      tensor_pointer("q", t.q, p.q, no_rows),
+      tensor_pointer("k", t.k, p.k, no_keys),
+      tensor_pointer("v", t.v, p.v, no_keys),
+      tensor_pointer("o", t.o, p.o, no_rows),
+      lse_pointer(p, t),
+      sequence_pointers(p, t),
+  });
+}
+
+Status validate_tensors(const BackwardProblem& p, const BackwardTensors& t) {
+  const bool no_rows = query_shape(p.forward, p.forward.head_dim).empty();
+  const bool no_keys = key_shape(p.forward, p.forward.head_dim).empty();
+  return first_error({
+      validate_tensors(p.forward, t.forward),
+      tensor_pointer("grad_o", t.grad_o, p.grad_o, no_rows),
+      tensor_pointer("grad_q", t.grad_q, p.grad_q, no_rows),
+      tensor_pointer("grad_k", t.grad_k, p.grad_k, no_keys),
+      tensor_pointer("grad_v", t.grad_v, p.grad_v, no_keys),
+      no_rows ? Status() : optional_pointer("grad_lse", t.grad_lse, p.has_grad_lse, "has_grad_lse"),
+  });
+}
+
+Status validate_workspace(const Workspace& needed, const void* workspace) {
+  if (needed.bytes == 0) {
+    return Status();
+  }
+  if (workspace == nullptr) {
+    return Status::error(kInvalid, "workspace is null; the plan needs %zu bytes", needed.bytes);
+  }
+  if (reinterpret_cast<std::uintptr_t>(workspace) % kWorkspaceAlign != 0) {
+    return Status::error(kInvalid, "workspace is at %p; its address must be a multiple of %d bytes",
+                         workspace, static_cast<int>(kWorkspaceAlign));
+  }
+  return Status();
+}
+
+}  // namespace pantile::host

@@ -1,0 +1,23 @@
+// The rules a problem, a device and the tensors of a call must keep. Each rule is one small
+// function in validate.cc; its message names the argument, its value and what is allowed.
+#pragma once
+
+#include "pantile/device.h"
+#include "pantile/plan.h"
+#include "pantile/problem.h"
+#include "pantile/status.h"
+
+namespace pantile::host {
+
+Status validate(const ForwardProblem& problem);
+Status validate(const BackwardProblem& problem);
+Status validate(const DeviceProps& device);
+Status validate(const PlanOptions& options);
+
+// Pointers that are missing, superfluous or less aligned than the problem says. A tensor without
+// elements may be null.
+Status validate_tensors(const ForwardProblem& problem, const ForwardTensors& tensors);
+Status validate_tensors(const BackwardProblem& problem, const BackwardTensors& tensors);
+Status validate_workspace(const Workspace& needed, const void* workspace);
+
+}  // namespace pantile::host
