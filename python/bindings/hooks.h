@@ -1,0 +1,32 @@
+// What the bindings need of the torch that is loaded, if any. Set once by pantile._runtime.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+
+#include "dlpack.h"
+
+namespace pantile::python {
+
+// Same signature as torch_get_num_threads(), which libtorch_cpu exports from torch 2.11 on.
+using ThreadCount = std::int32_t (*)(std::uint32_t* out);
+
+// Owned references that are never given back: the interpreter may be gone when statics are
+// destroyed.
+struct Hooks {
+  PyTypeObject* tensor_type = nullptr;              // torch.Tensor
+  const dlpack::ExchangeTable* exchange = nullptr;  // torch >= 2.11
+  PyObject* describe = nullptr;                     // older torch: the fields of a tensor
+  PyObject* current_stream = nullptr;               // older torch: CUDA stream of a device
+  PyObject* lend_workspace = nullptr;               // CUDA scratch memory
+  ThreadCount thread_count = nullptr;               // torch's intra-op threads
+  PyObject* plan_log = nullptr;                     // called with one line for each new plan
+};
+
+inline Hooks& hooks() {
+  static Hooks instance;
+  return instance;
+}
+
+}  // namespace pantile::python

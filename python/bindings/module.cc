@@ -1,0 +1,432 @@
+// pantile._C: the C++ API for Python. It checks what only the tensors can show, makes the problem,
+// plans, lends workspace and runs without the GIL. It makes no CUDA call when it is imported.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "pantile/pantile.h"
+#include "planner.h"
+#include "request.h"
+#include "scratch.h"
+#include "tensor_view.h"
+
+namespace nb = nanobind;
+
+namespace pantile::python {
+namespace {
+
+// ---- runs ------------------------------------------------------------------------------------
+
+void* stream_of(Device device) {
+  void* stream = nullptr;  // without a framework: the default stream
+  if (device.type == DeviceType::cuda && hooks().exchange != nullptr) {
+    if (hooks().exchange->current_work_stream(dlpack::kCuda, device.index, &stream) != 0) {
+      throw nb::python_error();
+    }
+  } else if (device.type == DeviceType::cuda && hooks().current_stream != nullptr) {
+    const nb::object answer = nb::handle(hooks().current_stream)(device.index);
+    stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(answer));
+  }
+  return stream;
+}
+
+// Workspace of one run. `owner` keeps CUDA memory alive until the launch is in the stream.
+struct Lent {
+  nb::object owner;
+  void* pointer = nullptr;
+};
+
+Lent lend(const Workspace& needed, Device device, void* stream, Pass pass) {
+  Lent lent;
+  if (needed.bytes == 0) {
+    return lent;
+  }
+  if (device.type == DeviceType::cpu) {
+    lent.pointer = cpu_scratch().lend(needed);
+    return lent;
+  }
+  if (hooks().lend_workspace == nullptr) {
+    throw std::runtime_error("workspace on a CUDA device needs torch, which is not loaded");
+  }
+  lent.owner =
+      nb::handle(hooks().lend_workspace)(device.index, reinterpret_cast<std::uintptr_t>(stream),
+                                         pass_name(pass), needed.bytes, needed.zeroed_bytes);
+  lent.pointer = read_tensor(lent.owner, "workspace").data;
+  return lent;
+}
+
+Status run_plan(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
+                void* stream) {
+  return run_forward(plan, tensors, workspace, stream);
+}
+Status run_plan(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
+                void* stream) {
+  return run_backward(plan, tensors, workspace, stream);
+}
+
+// cu_seqlens and seqused that lie in host memory are checked on every call: that costs no
+// synchronization, and a wrong entry would make a kernel read outside its tensors.
+void check_host_sequences(const Request& request) {
+  const ForwardProblem& problem = request.problem;
+  const bool any = request.packed || problem.has_seqused_q || problem.has_seqused_k;
+  if (any && request.device.type == DeviceType::cpu) {
+    raise_unless_ok(check_sequences(problem, request.tensors));
+  }
+}
+
+// Plans and runs. The answer is 0 when that was done, or the inputs (copy bits) that must be copied
+// before any kernel accepts; nothing has been launched then.
+template <class Plan, class Problem, class Tensors>
+unsigned plan_and_run(const Request& request, Problem* problem, const Tensors& tensors, Pass pass,
+                      std::initializer_list<Operand> operands) {
+  if (const unsigned copies = inexpressible(operands); copies != 0) {
+    return copies;
+  }
+  check_host_sequences(request);
+  const DeviceProps device = properties_of(request.device);
+  Status status;
+  const Plan* found = plan_cache<Problem, Plan>().find(*problem, device, request.options, &status);
+  if (found == nullptr && status.code() == StatusCode::unsupported) {
+    const unsigned copies = copies_that_help(operands, [&] {
+      Plan plan;
+      return make_plan(*problem, device, request.options, &plan).ok();
+    });
+    if (copies != 0) {
+      return copies;
+    }
+  }
+  raise_unless_ok(status);
+  const Plan plan = *found;  // the cache may change while the GIL is released
+  void* stream = stream_of(request.device);
+  const Lent workspace = lend(plan.workspace, request.device, stream, pass);
+  {
+    nb::gil_scoped_release unlocked;
+    status = run_plan(plan, tensors, workspace.pointer, stream);
+  }
+  if (request.device.type == DeviceType::cpu) {
+    cpu_scratch().trim();
+  }
+  raise_unless_ok(status);
+  return 0;
+}
+
+unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
+                 nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqused_q,
+                 nb::handle seqused_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
+                 std::optional<double> scale, std::int64_t window_left, std::int64_t window_right,
+                 const char* backend) {
+  Request request =
+      read_request(q, k, v,
+                   Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
+                            max_seqlen_k, scale, window_left, window_right, backend});
+  ForwardProblem& problem = request.problem;
+  const TensorView output = read_tensor(o, "o");
+  require_query_rows(output, request, problem.head_dim_v);
+  require_contiguous(output);
+  problem.o = layout_of(output);
+  request.tensors.o = output.data;
+  problem.wants_lse = !lse.is_none();
+  if (problem.wants_lse) {
+    const TensorView rows = read_tensor(lse, "lse");
+    require_lse(rows, request);
+    require_contiguous(rows);
+    request.tensors.lse = static_cast<float*>(rows.data);
+  }
+  return plan_and_run<ForwardPlan>(request, &problem, request.tensors, Pass::forward,
+                                   {{&request.q, &problem.q, kCopyQ},
+                                    {&request.k, &problem.k, kCopyK},
+                                    {&request.v, &problem.v, kCopyV}});
+}
+
+unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::handle k, nb::handle v,
+                  nb::handle o, nb::handle lse, nb::handle grad_q, nb::handle grad_k,
+                  nb::handle grad_v, nb::handle cu_seqlens_q, nb::handle cu_seqlens_k,
+                  nb::handle seqused_q, nb::handle seqused_k, std::int64_t max_seqlen_q,
+                  std::int64_t max_seqlen_k, std::optional<double> scale, std::int64_t window_left,
+                  std::int64_t window_right, const char* backend, bool deterministic) {
+  Request request =
+      read_request(q, k, v,
+                   Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
+                            max_seqlen_k, scale, window_left, window_right, backend});
+  const std::int64_t head_dim = request.problem.head_dim;
+  const std::int64_t head_dim_v = request.problem.head_dim_v;
+  const TensorView output = read_tensor(o, "o");
+  const TensorView grad_output = read_tensor(grad_o, "grad_o");
+  const TensorView rows = read_tensor(lse, "lse");
+  require_query_rows(output, request, head_dim_v);
+  require_query_rows(grad_output, request, head_dim_v);
+  require_lse(rows, request);
+  unsigned copies = rows.contiguous() ? 0u : kCopyLse;
+
+  BackwardProblem problem;
+  BackwardTensors tensors;
+  problem.forward = request.problem;
+  problem.forward.wants_lse = true;
+  problem.forward.o = layout_of(output);
+  problem.grad_o = layout_of(grad_output);
+  problem.deterministic = deterministic;
+  problem.has_grad_lse = !grad_lse.is_none();
+  tensors.forward = request.tensors;
+  tensors.forward.o = output.data;
+  tensors.forward.lse = static_cast<float*>(rows.data);
+  tensors.grad_o = grad_output.data;
+  if (problem.has_grad_lse) {
+    const TensorView grad_rows = read_tensor(grad_lse, "grad_lse");
+    require_lse(grad_rows, request);
+    copies |= grad_rows.contiguous() ? 0u : kCopyGradLse;
+    tensors.grad_lse = static_cast<const float*>(grad_rows.data);
+  }
+
+  const TensorView view_q = read_tensor(grad_q, "grad_q");
+  const TensorView view_k = read_tensor(grad_k, "grad_k");
+  const TensorView view_v = read_tensor(grad_v, "grad_v");
+  require_query_rows(view_q, request, head_dim);
+  require_key_rows(view_k, request, head_dim);
+  require_key_rows(view_v, request, head_dim_v);
+  for (const TensorView* view : {&view_q, &view_k, &view_v}) {
+    require_contiguous(*view);
+  }
+  problem.grad_q = layout_of(view_q);
+  problem.grad_k = layout_of(view_k);
+  problem.grad_v = layout_of(view_v);
+  tensors.grad_q = view_q.data;
+  tensors.grad_k = view_k.data;
+  tensors.grad_v = view_v.data;
+
+  const std::initializer_list<Operand> operands = {
+      {&request.q, &problem.forward.q, kCopyQ}, {&request.k, &problem.forward.k, kCopyK},
+      {&request.v, &problem.forward.v, kCopyV}, {&grad_output, &problem.grad_o, kCopyGradO},
+      {&output, &problem.forward.o, kCopyO},
+  };
+  if (copies != 0) {
+    return copies | inexpressible(operands);
+  }
+  return plan_and_run<BackwardPlan>(request, &problem, tensors, Pass::backward, operands);
+}
+
+// Contents of cu_seqlens and seqused, given as host arrays; the lengths stand for the tensors.
+void check_sequence_contents(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqused_q,
+                             nb::handle seqused_k, std::int64_t max_seqlen_q,
+                             std::int64_t max_seqlen_k, std::int64_t total_q,
+                             std::int64_t total_k) {
+  TensorView host;
+  ForwardProblem problem;
+  ForwardTensors tensors;
+  std::int64_t bounds = 0;
+  std::int64_t count = 0;
+  problem.packed_q = problem.packed_k = true;
+  tensors.cu_seqlens_q = read_lengths(cu_seqlens_q, "cu_seqlens_q", host, &bounds);
+  tensors.cu_seqlens_k = read_lengths(cu_seqlens_k, "cu_seqlens_k", host, &count);
+  problem.batch = bounds - 1;
+  problem.seqlen_q = max_seqlen_q;
+  problem.seqlen_k = max_seqlen_k;
+  problem.total_q = total_q;
+  problem.total_k = total_k;
+  problem.has_seqused_q = !seqused_q.is_none();
+  problem.has_seqused_k = !seqused_k.is_none();
+  if (problem.has_seqused_q) {
+    tensors.seqused_q = read_lengths(seqused_q, "seqused_q", host, &count);
+  }
+  if (problem.has_seqused_k) {
+    tensors.seqused_k = read_lengths(seqused_k, "seqused_k", host, &count);
+  }
+  raise_unless_ok(check_sequences(problem, tensors));
+}
+
+// ---- explanations ----------------------------------------------------------------------------
+
+int explain_problem(const ForwardProblem& problem, const DeviceProps& device,
+                    const PlanOptions& options, Verdict* verdicts, int capacity) {
+  return explain_forward(problem, device, options, verdicts, capacity);
+}
+int explain_problem(const BackwardProblem& problem, const DeviceProps& device,
+                    const PlanOptions& options, Verdict* verdicts, int capacity) {
+  return explain_backward(problem, device, options, verdicts, capacity);
+}
+
+nb::list verdict_list(const std::vector<Verdict>& verdicts) {
+  nb::list rows;
+  for (const Verdict& verdict : verdicts) {
+    nb::dict row;
+    row["kernel"] = verdict.kernel->name;
+    row["backend"] = backend_name(verdict.kernel->backend);
+    row["chosen"] = verdict.chosen;
+    row["reason"] = verdict.reason.message();  // empty: the row would serve
+    rows.append(row);
+  }
+  return rows;
+}
+
+// What one pass would do: {"copies": copy bits, "kernel": name or None, "reason", "tile_q",
+// "tile_k", "blocks", "workspace_bytes", "rows": a verdict for each row of the table}. Everything
+// but "copies" describes the problem after those copies.
+template <class Plan, class Problem>
+nb::dict explain_pass(const Request& request, Problem* problem,
+                      std::initializer_list<Operand> operands) {
+  unsigned copies = inexpressible(operands);
+  const DeviceProps device = properties_of(request.device);
+  Plan plan;
+  Status status = make_plan(*problem, device, request.options, &plan);
+  if (status.code() == StatusCode::unsupported) {
+    copies |= copies_that_help(operands, [&] {
+      Plan candidate;
+      return make_plan(*problem, device, request.options, &candidate).ok();
+    });
+    status = make_plan(*problem, device, request.options, &plan);
+  }
+  if (status.code() != StatusCode::unsupported) {
+    raise_unless_ok(status);
+  }
+  std::vector<Verdict> verdicts(static_cast<std::size_t>(kernel_count()));
+  const int rows = explain_problem(*problem, device, request.options, verdicts.data(),
+                                   static_cast<int>(verdicts.size()));
+  verdicts.resize(static_cast<std::size_t>(rows));
+  nb::dict answer;
+  answer["copies"] = copies;
+  answer["rows"] = verdict_list(verdicts);
+  answer["reason"] = status.message();
+  answer["kernel"] = status.ok() ? nb::object(nb::str(plan.kernel->name)) : nb::none();
+  answer["tile_q"] = plan.tile_q;
+  answer["tile_k"] = plan.tile_k;
+  answer["blocks"] = plan.blocks;
+  answer["workspace_bytes"] = plan.workspace.bytes;
+  return answer;
+}
+
+// Both passes; the backward is described for gradients as autograd makes them, contiguous.
+nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlens_q,
+                  nb::handle cu_seqlens_k, nb::handle seqused_q, nb::handle seqused_k,
+                  std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, std::optional<double> scale,
+                  std::int64_t window_left, std::int64_t window_right, const char* backend,
+                  bool deterministic) {
+  Request request =
+      read_request(q, k, v,
+                   Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
+                            max_seqlen_k, scale, window_left, window_right, backend});
+  ForwardProblem& forward = request.problem;
+  BackwardProblem backward;
+  backward.forward = forward;
+  backward.deterministic = deterministic;
+  backward.grad_o = forward.o;
+  backward.grad_q = fresh_layout(request.q);
+  backward.grad_k = fresh_layout(request.k);
+  backward.grad_v = fresh_layout(request.v);
+  const nb::dict first = explain_pass<ForwardPlan>(request, &forward,
+                                                   {{&request.q, &forward.q, kCopyQ},
+                                                    {&request.k, &forward.k, kCopyK},
+                                                    {&request.v, &forward.v, kCopyV}});
+  const nb::dict second = explain_pass<BackwardPlan>(request, &backward,
+                                                     {{&request.q, &backward.forward.q, kCopyQ},
+                                                      {&request.k, &backward.forward.k, kCopyK},
+                                                      {&request.v, &backward.forward.v, kCopyV}});
+  return nb::make_tuple(first, second);
+}
+
+// ---- what there is ---------------------------------------------------------------------------
+
+nb::list kernels() {
+  nb::list rows;
+  for (int index = 0; index < kernel_count(); ++index) {
+    const KernelInfo& info = kernel_info(index);
+    nb::dict row;
+    row["name"] = info.name;
+    row["backend"] = backend_name(info.backend);
+    row["pass"] = pass_name(info.pass);
+    row["dtype"] = dtype_name(info.dtype);
+    row["head_dim"] = info.head_dim;
+    row["head_dim_v"] = info.head_dim_v;
+    row["mask"] = mask_kind_name(info.mask);
+    row["compiled"] = info.compiled;
+    rows.append(row);
+  }
+  return rows;
+}
+
+nb::dict device_dict(const DeviceProps& props) {
+  const bool cuda = props.device.type == DeviceType::cuda;
+  nb::dict device;
+  device["type"] = cuda ? "cuda" : "cpu";
+  device["index"] = props.device.index;
+  device["name"] = props.name;
+  if (cuda) {
+    device["compute_capability"] = nb::make_tuple(props.compute_major, props.compute_minor);
+    device["multiprocessors"] = props.multiprocessors;
+    device["shared_memory_bytes"] = props.smem_optin_bytes;
+    device["l2_bytes"] = props.l2_bytes;
+  } else {
+    device["isa"] = cpu_isa_name(props.isa);
+    device["threads"] = props.threads;
+  }
+  return device;
+}
+
+// The CPU and every CUDA device, and why there is none if so.
+nb::tuple devices() {
+  nb::list found;
+  found.append(device_dict(cpu_properties().get()));
+  Status status;
+  const int count = cuda_device_count(&status);
+  for (int index = 0; index < count; ++index) {
+    found.append(device_dict(properties_of(Device{DeviceType::cuda, index})));
+  }
+  return nb::make_tuple(found, status.message());
+}
+
+// ---- ties to torch ---------------------------------------------------------------------------
+
+PyObject* keep(nb::handle object) {
+  return object.is_none() ? nullptr : object.inc_ref().ptr();
+}
+
+// `exchange` is torch.Tensor.__dlpack_c_exchange_api__, or None before torch 2.11; then `describe`
+// and `current_stream` answer instead. `thread_count` is the address of torch_get_num_threads or 0.
+void set_torch(nb::handle tensor_type, nb::handle exchange, nb::handle describe,
+               nb::handle current_stream, nb::handle lend_workspace, std::uintptr_t thread_count) {
+  const dlpack::ExchangeTable* table = nullptr;
+  if (!exchange.is_none()) {
+    table = dlpack::usable_table(nb::cast<nb::capsule>(exchange).data(dlpack::kCapsuleName));
+    if (table == nullptr) {
+      throw std::runtime_error("torch's DLPack exchange table is not of major version 1");
+    }
+  }
+  Hooks& torch = hooks();
+  torch.tensor_type = reinterpret_cast<PyTypeObject*>(keep(tensor_type));
+  torch.exchange = table;
+  torch.describe = keep(describe);
+  torch.current_stream = keep(current_stream);
+  torch.lend_workspace = keep(lend_workspace);
+  torch.thread_count = reinterpret_cast<ThreadCount>(thread_count);
+}
+
+std::string version() {
+  return std::to_string(PANTILE_VERSION_MAJOR) + "." + std::to_string(PANTILE_VERSION_MINOR) + "." +
+         std::to_string(PANTILE_VERSION_PATCH);
+}
+
+}  // namespace
+}  // namespace pantile::python
+
+NB_MODULE(_C, module) {
+  namespace py = pantile::python;
+  nb::exception<py::UnsupportedError>(module, "UnsupportedError", PyExc_NotImplementedError);
+  module.attr("__version__") = py::version();
+  module.def("forward", &py::forward);
+  module.def("backward", &py::backward);
+  module.def("explain", &py::explain);
+  module.def("check_sequences", &py::check_sequence_contents);
+  module.def("kernels", &py::kernels);
+  module.def("devices", &py::devices);
+  module.def("build_info", &pantile::build_info);
+  module.def("set_torch", &py::set_torch);
+  module.def("set_cpu_threads", [](int threads) { py::cpu_properties().set_threads(threads); });
+  module.def("set_parallel_for", [](std::uintptr_t address) {
+    pantile::set_parallel_for(reinterpret_cast<pantile::ParallelFor>(address));
+  });
+  module.def("set_plan_log", [](nb::handle log) { py::hooks().plan_log = py::keep(log); });
+}

@@ -1,0 +1,312 @@
+// From the tensors of one Python call to the problem and the pointers of the C++ API. What only the
+// tensors can show is checked here (ranks, dtypes, devices, agreeing shapes); everything about the
+// problem itself is checked by plan_*.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "pantile/pantile.h"
+#include "tensor_view.h"
+
+namespace pantile::python {
+
+// The mask, scale and packing of a call, as Python passes them.
+struct Settings {
+  nb::handle cu_seqlens_q;
+  nb::handle cu_seqlens_k;
+  nb::handle seqused_q;
+  nb::handle seqused_k;
+  std::int64_t max_seqlen_q;
+  std::int64_t max_seqlen_k;
+  std::optional<double> scale;  // default: head_dim to the power of -1/2
+  std::int64_t window_left;
+  std::int64_t window_right;
+  const char* backend;
+};
+
+inline Backend parse_backend(const char* text) {
+  std::string allowed;
+  for (const Backend backend :
+       {Backend::automatic, Backend::hopper, Backend::ampere, Backend::cpu, Backend::reference}) {
+    if (std::string(backend_name(backend)) == text) {
+      return backend;
+    }
+    allowed += allowed.empty() ? "" : ", ";
+    allowed += backend_name(backend);
+  }
+  raise_value_error("backend is '%s'; it must be one of %s", text, allowed.c_str());
+}
+
+inline DType parse_dtype(const TensorView& view) {
+  if (view.code == dlpack::kFloat && view.bits == 32) {
+    return DType::f32;
+  }
+  if (view.code == dlpack::kFloat && view.bits == 16) {
+    return DType::f16;
+  }
+  if (view.code == dlpack::kBfloat && view.bits == 16) {
+    return DType::bf16;
+  }
+  raise_type_error("%s has dtype %s; it must be float32, float16 or bfloat16", view.name,
+                   dtype_text(view.code, view.bits).c_str());
+}
+
+inline Device parse_device(const TensorView& view) {
+  if (view.device_type == dlpack::kCpu) {
+    return Device{DeviceType::cpu, 0};
+  }
+  if (view.device_type == dlpack::kCuda) {
+    return Device{DeviceType::cuda, view.device_index};
+  }
+  raise_value_error("%s is on %s; it must be on the CPU or a CUDA device", view.name,
+                    device_text(view.device_type, view.device_index).c_str());
+}
+
+inline void require_same_device(const TensorView& view, const TensorView& first) {
+  if (view.device_type != first.device_type || view.device_index != first.device_index) {
+    raise_value_error("%s is on %s; it must be on the device of %s, %s", view.name,
+                      device_text(view.device_type, view.device_index).c_str(), first.name,
+                      device_text(first.device_type, first.device_index).c_str());
+  }
+}
+
+inline void require_like(const TensorView& view, const TensorView& first) {
+  if (view.code != first.code || view.bits != first.bits) {
+    raise_type_error("%s has dtype %s; it must have the dtype of %s, %s", view.name,
+                     dtype_text(view.code, view.bits).c_str(), first.name,
+                     dtype_text(first.code, first.bits).c_str());
+  }
+  require_same_device(view, first);
+}
+
+inline void require_rank(const TensorView& view, int rank, const char* axes) {
+  if (view.rank != rank) {
+    raise_value_error("%s has %d dimensions; it must have %d: %s", view.name, view.rank, rank,
+                      axes);
+  }
+}
+
+inline void require_size(const TensorView& view, int axis, const char* what, std::int64_t expected,
+                         const char* source) {
+  if (view.shape[axis] != expected) {
+    raise_value_error("%s has %s %lld; it must be %lld, the %s of %s", view.name, what,
+                      static_cast<long long>(view.shape[axis]), static_cast<long long>(expected),
+                      what, source);
+  }
+}
+
+inline std::string shape_text(const std::int64_t* shape, int rank) {
+  std::string text = "[";
+  for (int axis = 0; axis < rank; ++axis) {
+    text += (axis == 0 ? "" : ", ") + std::to_string(shape[axis]);
+  }
+  return text + "]";
+}
+
+inline void require_shape(const TensorView& view, std::initializer_list<std::int64_t> expected) {
+  const int rank = static_cast<int>(expected.size());
+  if (view.rank != rank || !std::equal(expected.begin(), expected.end(), view.shape)) {
+    raise_value_error("%s has shape %s; it must be %s", view.name,
+                      shape_text(view.shape, std::min(view.rank, kMaxRank)).c_str(),
+                      shape_text(expected.begin(), rank).c_str());
+  }
+}
+
+inline void require_float32(const TensorView& view) {
+  if (view.code != dlpack::kFloat || view.bits != 32) {
+    raise_type_error("%s has dtype %s; it must be float32", view.name,
+                     dtype_text(view.code, view.bits).c_str());
+  }
+}
+
+// Sequence boundaries or lengths: int32, one dimension, contiguous.
+inline const std::int32_t* read_lengths(nb::handle object, const char* name, const TensorView& q,
+                                        std::int64_t* count) {
+  const TensorView view = read_tensor(object, name);
+  if (view.code != dlpack::kInt || view.bits != 32) {
+    raise_type_error("%s has dtype %s; it must be int32", name,
+                     dtype_text(view.code, view.bits).c_str());
+  }
+  require_same_device(view, q);
+  require_rank(view, 1, "one entry per sequence");
+  if (view.shape[0] > 1 && view.stride[0] != 1) {
+    raise_value_error("%s has stride %lld; it must be contiguous", name,
+                      static_cast<long long>(view.stride[0]));
+  }
+  *count = view.shape[0];
+  return static_cast<const std::int32_t*>(view.data);
+}
+
+inline Layout layout_of(const TensorView& view) {
+  const int axis = view.rank - 3;  // of seq; packed tensors have no batch axis before it
+  Layout layout;
+  layout.batch = axis > 0 ? view.stride[0] : 0;
+  layout.seq = view.stride[axis];
+  layout.head = view.stride[axis + 1];
+  layout.base_align_bytes = view.base_align_bytes();
+  return layout;
+}
+
+// The layout of a fresh row-major tensor with the rows of `rows` and `head_dim` columns.
+inline Layout fresh_layout(const TensorView& rows, std::int64_t head_dim) {
+  TensorView fresh = rows;
+  fresh.data = nullptr;
+  fresh.shape[fresh.rank - 1] = head_dim;
+  fresh.make_strides_canonical();
+  return layout_of(fresh);
+}
+
+// One call: views of q, k and v, the problem they make and the device they are on.
+struct Request {
+  TensorView q, k, v;
+  ForwardProblem problem;
+  ForwardTensors tensors;
+  Device device;
+  PlanOptions options;
+  bool packed = false;
+};
+
+inline void read_dense(Request* request) {
+  const TensorView &q = request->q, &k = request->k, &v = request->v;
+  require_rank(q, 4, "[batch, seqlen_q, heads_q, head_dim]");
+  require_rank(k, 4, "[batch, seqlen_k, heads_k, head_dim]");
+  require_rank(v, 4, "[batch, seqlen_k, heads_k, head_dim_v]");
+  require_size(k, 0, "batch size", q.shape[0], "q");
+  require_size(v, 0, "batch size", q.shape[0], "q");
+  require_size(v, 1, "sequence length", k.shape[1], "k");
+  ForwardProblem& problem = request->problem;
+  problem.batch = q.shape[0];
+  problem.seqlen_q = q.shape[1];
+  problem.seqlen_k = k.shape[1];
+  problem.total_q = problem.batch * problem.seqlen_q;
+  problem.total_k = problem.batch * problem.seqlen_k;
+}
+
+inline void read_packed(const Settings& settings, Request* request) {
+  const TensorView &q = request->q, &k = request->k, &v = request->v;
+  require_rank(q, 3, "[total_q, heads_q, head_dim]");
+  require_rank(k, 3, "[total_k, heads_k, head_dim]");
+  require_rank(v, 3, "[total_k, heads_k, head_dim_v]");
+  require_size(v, 0, "total length", k.shape[0], "k");
+  std::int64_t bounds_q = 0;
+  std::int64_t bounds_k = 0;
+  ForwardTensors& tensors = request->tensors;
+  tensors.cu_seqlens_q = read_lengths(settings.cu_seqlens_q, "cu_seqlens_q", q, &bounds_q);
+  tensors.cu_seqlens_k = read_lengths(settings.cu_seqlens_k, "cu_seqlens_k", q, &bounds_k);
+  if (bounds_q < 1) {
+    raise_value_error("cu_seqlens_q is empty; it must hold batch + 1 entries");
+  }
+  if (bounds_k != bounds_q) {
+    raise_value_error("cu_seqlens_k has %lld entries; it must have as many as cu_seqlens_q, %lld",
+                      static_cast<long long>(bounds_k), static_cast<long long>(bounds_q));
+  }
+  ForwardProblem& problem = request->problem;
+  problem.packed_q = problem.packed_k = true;
+  problem.batch = bounds_q - 1;
+  problem.seqlen_q = settings.max_seqlen_q;
+  problem.seqlen_k = settings.max_seqlen_k;
+  problem.total_q = q.shape[0];
+  problem.total_k = k.shape[0];
+}
+
+inline const std::int32_t* read_used(nb::handle object, const char* name, const Request& request) {
+  std::int64_t count = 0;
+  const std::int32_t* lengths = read_lengths(object, name, request.q, &count);
+  if (count != request.problem.batch) {
+    raise_value_error("%s has %lld entries; it must have one per sequence, %lld", name,
+                      static_cast<long long>(count), static_cast<long long>(request.problem.batch));
+  }
+  return lengths;
+}
+
+inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Settings& settings) {
+  Request request;
+  request.q = read_tensor(q, "q");
+  request.k = read_tensor(k, "k");
+  request.v = read_tensor(v, "v");
+  ForwardProblem& problem = request.problem;
+  problem.dtype = parse_dtype(request.q);
+  require_like(request.k, request.q);
+  require_like(request.v, request.q);
+  request.device = parse_device(request.q);
+  request.options.backend = parse_backend(settings.backend);
+  request.packed = !settings.cu_seqlens_q.is_none();
+  if (request.packed) {
+    read_packed(settings, &request);
+  } else {
+    read_dense(&request);
+  }
+  const int heads = request.packed ? 1 : 2;  // axis
+  require_size(request.k, heads + 1, "head_dim", request.q.shape[heads + 1], "q");
+  require_size(request.v, heads, "head count", request.k.shape[heads], "k");
+  problem.heads_q = request.q.shape[heads];
+  problem.heads_k = request.k.shape[heads];
+  problem.head_dim = request.q.shape[heads + 1];
+  problem.head_dim_v = request.v.shape[heads + 1];
+  if (!settings.seqused_q.is_none()) {
+    problem.has_seqused_q = true;
+    request.tensors.seqused_q = read_used(settings.seqused_q, "seqused_q", request);
+  }
+  if (!settings.seqused_k.is_none()) {
+    problem.has_seqused_k = true;
+    request.tensors.seqused_k = read_used(settings.seqused_k, "seqused_k", request);
+  }
+  problem.window_left = settings.window_left;
+  problem.window_right = settings.window_right;
+  problem.scale = static_cast<float>(settings.scale.value_or(
+      1.0 / std::sqrt(static_cast<double>(std::max<std::int64_t>(problem.head_dim, 1)))));
+  problem.q = layout_of(request.q);
+  problem.k = layout_of(request.k);
+  problem.v = layout_of(request.v);
+  problem.o = fresh_layout(request.q, problem.head_dim_v);
+  request.tensors.q = request.q.data;
+  request.tensors.k = request.k.data;
+  request.tensors.v = request.v.data;
+  return request;
+}
+
+inline void require_query_rows(const TensorView& view, const Request& request,
+                               std::int64_t head_dim) {
+  const ForwardProblem& problem = request.problem;
+  require_like(view, request.q);
+  if (request.packed) {
+    require_shape(view, {problem.total_q, problem.heads_q, head_dim});
+  } else {
+    require_shape(view, {problem.batch, problem.seqlen_q, problem.heads_q, head_dim});
+  }
+}
+
+inline void require_key_rows(const TensorView& view, const Request& request,
+                             std::int64_t head_dim) {
+  const ForwardProblem& problem = request.problem;
+  require_like(view, request.q);
+  if (request.packed) {
+    require_shape(view, {problem.total_k, problem.heads_k, head_dim});
+  } else {
+    require_shape(view, {problem.batch, problem.seqlen_k, problem.heads_k, head_dim});
+  }
+}
+
+inline void require_lse(const TensorView& view, const Request& request) {
+  const ForwardProblem& problem = request.problem;
+  require_float32(view);
+  require_same_device(view, request.q);
+  if (request.packed) {
+    require_shape(view, {problem.heads_q, problem.total_q});
+  } else {
+    require_shape(view, {problem.batch, problem.heads_q, problem.seqlen_q});
+  }
+}
+
+inline void require_contiguous(const TensorView& view) {
+  if (!view.contiguous()) {
+    raise_value_error("%s has strides %s; it is written and must be contiguous", view.name,
+                      shape_text(view.stride, view.rank).c_str());
+  }
+}
+
+}  // namespace pantile::python
