@@ -28,7 +28,7 @@ PANTILE_HD constexpr float softmax_shift(float max) {
 
 // Takes in one block's maximum and returns the factor by which the old sum and output shrink.
 template <class Exp2>
-PANTILE_HD float raise_max(SoftmaxState& state, float block_max, Exp2 exp2) {
+PANTILE_HD constexpr float raise_max(SoftmaxState& state, float block_max, Exp2 exp2) {
   const float max = block_max > state.max ? block_max : state.max;
   const float factor = exp2(state.max - softmax_shift(max));
   state.max = max;
@@ -42,7 +42,7 @@ struct MergeFactors {
 };
 
 template <class Exp2>
-PANTILE_HD MergeFactors merge(SoftmaxState& state, const SoftmaxState& other, Exp2 exp2) {
+PANTILE_HD constexpr MergeFactors merge(SoftmaxState& state, const SoftmaxState& other, Exp2 exp2) {
   const float max = other.max > state.max ? other.max : state.max;
   const float shift = softmax_shift(max);
   const MergeFactors factors{exp2(state.max - shift), exp2(other.max - shift)};
@@ -58,7 +58,7 @@ PANTILE_HD constexpr float normaliser(const SoftmaxState& state) {
 
 // Natural-log LSE; -inf for a row that attends to nothing.
 template <class Log2>
-PANTILE_HD float log_sum_exp(const SoftmaxState& state, Log2 log2) {
+PANTILE_HD constexpr float log_sum_exp(const SoftmaxState& state, Log2 log2) {
   return state.sum == 0.0f ? -__builtin_huge_valf() : (state.max + log2(state.sum)) * kLn2;
 }
 

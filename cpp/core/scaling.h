@@ -1,0 +1,139 @@
+// FP8 with block scales: x is stored as code * scale, where code is an e4m3 number and one scale
+// serves a block of 64 or 128 rows of one head.
+//
+// Scales are powers of two: dividing by one is exact, and the ratio of neighbouring scales, which
+// rescales the output accumulator, is exact and nearly always 1. Against amax / limit they cost no
+// accuracy at head dim 128 and 3 % of the RMS error at 64 and 256 (e4m3 is floating point, so that
+// an unused factor of two only matters to the smallest numbers).
+#pragma once
+
+#include <cstdint>
+
+#include "core/bits.h"
+#include "core/host_device.h"
+#include "core/integer.h"
+
+namespace pantile::core {
+
+inline constexpr float kE4m3Max = 448.0f;
+inline constexpr float kLargestFloat = 3.402823466e38f;
+inline constexpr float kSmallestScale = 8.67361738e-19f;  // 2^-60: products and ratios stay normal
+
+// ---- e4m3: sign, 4 exponent bits (bias 7), 3 mantissa bits; no infinity, 0x7f and 0xff are NaN
+// ----
+
+// Nearest, ties to even, saturating: what cvt.rn.satfinite.e4m3x2.f32 gives. Infinity becomes 448;
+// NaN becomes 0x7f whatever its sign.
+PANTILE_HD constexpr std::uint8_t encode_e4m3(float x) {
+  constexpr std::uint32_t kInfinity = 0x7f800000u;
+  constexpr float kSmallestNormal = 0.015625f;  // 2^-6
+  constexpr float kDenormalShift = 16384.0f;    // 2^14, whose last bit is worth 2^-9
+  const std::uint32_t bits = float_bits(x);
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  const std::uint32_t sign = bits >> 24 & 0x80u;
+  if (magnitude > kInfinity) {
+    return 0x7f;
+  }
+  if (magnitude >= float_bits(kE4m3Max)) {
+    return static_cast<std::uint8_t>(sign | 0x7eu);
+  }
+  std::uint32_t code = 0;
+  if (magnitude < float_bits(kSmallestNormal)) {
+    // The float adder rounds to a multiple of 2^-9, the step of the denormals.
+    code = float_bits(bits_float(magnitude) + kDenormalShift) - float_bits(kDenormalShift);
+  } else {
+    const std::uint32_t rounded = magnitude + 0x7ffffu + (magnitude >> 20 & 1u);
+    code = (rounded >> 20) - ((127u - 7u) << 3);
+  }
+  return static_cast<std::uint8_t>(sign | code);
+}
+
+PANTILE_HD constexpr float decode_e4m3(std::uint8_t code) {
+  constexpr float kDenormalStep = 0.001953125f;  // 2^-9
+  const std::uint32_t sign = static_cast<std::uint32_t>(code & 0x80u) << 24;
+  const std::uint32_t magnitude = code & 0x7fu;
+  if (magnitude == 0x7fu) {
+    return bits_float(sign | 0x7fc00000u);
+  }
+  if (magnitude < 8u) {
+    return bits_float(sign | float_bits(static_cast<float>(magnitude) * kDenormalStep));
+  }
+  return bits_float(sign | ((magnitude + ((127u - 7u) << 3)) << 20));
+}
+
+// ---- blocks -------------------------------------------------------------------------------------
+
+// Rows are counted from the start of their sequence; block_rows is 64 or 128.
+PANTILE_HD constexpr int scale_block(int row, int block_rows) {
+  return row / block_rows;
+}
+
+PANTILE_HD constexpr int scale_blocks(int length, int block_rows) {
+  return ceil_div(length, block_rows);
+}
+
+// Packed sequences share one array of scales. The sequence that starts at packed row `begin` may
+// use the blocks from here on: the ranges of sequences never overlap, without a prefix sum over
+// them.
+PANTILE_HD constexpr std::int64_t first_packed_block(std::int64_t begin, int batch,
+                                                     int block_rows) {
+  return begin / block_rows + batch;
+}
+
+// Size of that array.
+PANTILE_HD constexpr std::int64_t packed_blocks(std::int64_t total_rows, int batch,
+                                                int block_rows) {
+  return total_rows / block_rows + batch;
+}
+
+// ---- scales -------------------------------------------------------------------------------------
+
+// The largest finite |x| so far. Infinity and NaN do not count: they make their own element NaN
+// (see quantize) and must not cost the rest of the block its precision.
+PANTILE_HD constexpr float raise_amax(float amax, float x) {
+  const float magnitude = x < 0.0f ? -x : x;
+  return magnitude > amax && magnitude <= kLargestFloat ? magnitude : amax;
+}
+
+struct BlockScale {
+  float scale, inverse;  // powers of two, both finite, normal and positive; scale * inverse = 1
+};
+
+// The smallest power of two with amax / scale <= limit, kept between 2^-60 and the largest for
+// which limit * scale is finite; 1 for a block of zeros. `limit` is the largest code to be used:
+// 448, or less where sums of products must fit an fp16 accumulator (16 for head dims to 128, 15
+// above). It is between 1 and 448.
+PANTILE_HD constexpr BlockScale block_scale(float amax, float limit) {
+  if (!(amax > 0.0f)) {
+    return BlockScale{1.0f, 1.0f};
+  }
+  // 2^(127 - e) for a limit in [2^e, 2^(e+1))
+  const float largest = bits_float((254u << 23) - (float_bits(limit) & 0x7f800000u) + (127u << 23));
+  float scale = largest;
+  if (amax <= kSmallestScale * limit) {
+    scale = kSmallestScale;
+  } else if (amax < largest * limit) {
+    scale = bits_float((float_bits(amax / limit) + 0x7fffffu) & 0x7f800000u);
+    if (scale * limit < amax) {  // the quotient was rounded down to a power of two
+      scale *= 2.0f;
+    }
+  }
+  return BlockScale{scale, bits_float((254u << 23) - float_bits(scale))};
+}
+
+// Infinity and NaN become NaN, so that attention over them is NaN and not a wrong finite number.
+PANTILE_HD constexpr std::uint8_t quantize(float x, const BlockScale& block, float limit) {
+  if (!(x >= -kLargestFloat && x <= kLargestFloat)) {
+    return 0x7f;
+  }
+  return encode_e4m3(clamp(x * block.inverse, -limit, limit));
+}
+
+// Factor that brings an accumulator from units of `from` to units of `to`. Finite even when the
+// scales are further apart than floats reach, so that 0 stays 0.
+PANTILE_HD constexpr float scale_ratio(const BlockScale& from, const BlockScale& to) {
+  const float ratio = from.scale * to.inverse;
+  return ratio < kLargestFloat ? ratio : kLargestFloat;
+}
+
+}  // namespace pantile::core
