@@ -1,0 +1,98 @@
+// Tiles, stages and register budgets of the backward kernels, checked by the C++ compiler too.
+//
+// Two kernels share the work of one tile of keys differently:
+// - paired   (head dims up to 128): two consumer warpgroups with 64 of 128 keys each do everything
+//   for their keys; only dQ needs both.
+// - pipeline (head dims up to 256): 64 keys; S, P, dV in one warpgroup, dP, dS, dK in the second,
+//   dQ in the third, because dK and dV together do not fit the registers of one.
+// docs/hopper.md draws both and says what else was tried.
+#pragma once
+
+#include "pantile/dtype.h"
+
+namespace pantile::hopper {
+
+inline constexpr int kSmemPerBlock = 232448;  // bytes a block may ask for on sm_90
+inline constexpr int kRegisterFile = 65536;   // registers of a multiprocessor
+inline constexpr int kWarpgroup = 128;        // threads
+inline constexpr int kPanel = 64;             // columns of a 128-byte swizzled panel, 16-bit types
+
+// dQ is summed over tiles of keys that run in any order: in fp32, or, so that the order does not
+// show in the result, as integers with one power-of-two scale a row.
+enum class SumKind { floating, integer };
+
+constexpr int panels(int columns) {
+  return (columns + kPanel - 1) / kPanel;
+}
+
+template <DType kDTypeOf, int kHeadDimOf, int kHeadDimVOf>
+struct PairedConfig {
+  static constexpr DType kDType = kDTypeOf;
+  static constexpr int kHeadDim = kHeadDimOf;    // of Q, K
+  static constexpr int kHeadDimV = kHeadDimVOf;  // of V, dO
+  // At head dim 64 a step of 128 rows halves the shared-memory reads a product; above, two
+  // accumulators of 64 x 128 beside dK and dV would not fit.
+  static constexpr int kTileQ = kHeadDim == 64 ? 128 : 64;
+  static constexpr int kTileK = 128;
+  static constexpr int kConsumers = 2;  // warpgroups
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+  static constexpr int kQueryStages = 3;  // a step early for S, a step late for dK
+  static constexpr int kGradStages = 2;   // dO
+  static constexpr int kProducerRegisters = 32;
+  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kPanels = panels(kHeadDim);
+  static constexpr int kPanelsV = panels(kHeadDimV);
+
+  static_assert(kHeadDim == kHeadDimV, "smaller values are padded to the head dim of the keys");
+  static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128);
+  static_assert(kWarpgroup * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
+                kRegisterFile);
+};
+
+template <DType kDTypeOf, int kHeadDimOf, int kHeadDimVOf>
+struct PipelineConfig {
+  static constexpr DType kDType = kDTypeOf;
+  static constexpr int kHeadDim = kHeadDimOf;
+  static constexpr int kHeadDimV = kHeadDimVOf;
+  static constexpr int kTileQ = 64;
+  static constexpr int kTileK = 64;
+  static constexpr int kThreads = 4 * kWarpgroup;
+  static constexpr int kStages = 2;  // of Q, dO and dS
+  // Found by compiling: an N = 64 product of two shared tiles needs 64 registers, and more than
+  // 208 for the two accumulating warpgroups leaves none for dQ.
+  static constexpr int kProducerRegisters = 32;
+  static constexpr int kAccumulatorRegisters = 208;  // each of the two warpgroups
+  static constexpr int kQueryGradRegisters = 64;
+  static constexpr int kPanels = panels(kHeadDim);
+  static constexpr int kPanelsV = panels(kHeadDimV);
+
+  static_assert(kHeadDim == 192 || kHeadDim == 256);
+  static_assert(kHeadDimV == 128 || kHeadDimV == 192 || kHeadDimV == 256);
+  static_assert(kWarpgroup *
+                    (kProducerRegisters + 2 * kAccumulatorRegisters + kQueryGradRegisters) <=
+                kRegisterFile);
+};
+
+template <DType kDType, int kHeadDim, int kHeadDimV, bool kPaired = kHeadDim <= 128>
+struct BackwardConfigOf {
+  using Type = PairedConfig<kDType, kHeadDim, kHeadDimV>;
+};
+
+template <DType kDType, int kHeadDim, int kHeadDimV>
+struct BackwardConfigOf<kDType, kHeadDim, kHeadDimV, false> {
+  using Type = PipelineConfig<kDType, kHeadDim, kHeadDimV>;
+};
+
+template <DType kDType, int kHeadDim, int kHeadDimV>
+using BackwardConfig = typename BackwardConfigOf<kDType, kHeadDim, kHeadDimV>::Type;
+
+// The same tile sizes for host code that knows the head dim only at run time.
+constexpr int backward_tile_q(int head_dim) {
+  return head_dim == 64 ? 128 : 64;
+}
+
+constexpr int backward_tile_k(int head_dim) {
+  return head_dim <= 128 ? 128 : 64;
+}
+
+}  // namespace pantile::hopper

@@ -1,0 +1,134 @@
+// What the main backward kernels are told, and how a block finds its tile of keys.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/attended.h"
+#include "core/geometry.h"
+#include "core/sequence.h"
+#include "core/tile_order.h"
+#include "pantile/problem.h"
+#include "pantile/registry.h"
+#include "prim/warp.cuh"
+
+namespace pantile::hopper {
+
+struct BackwardMaps {
+  CUtensorMap q, grad_o;  // boxes of tile_q rows x 64 columns
+  CUtensorMap k, v;       // boxes of tile_k rows x 64 columns
+};
+
+struct BackwardParams {
+  core::SequenceSide queries, keys;  // lengths; the strides are in the maps
+  common::TileNumbers row_tiles, key_tiles;
+  core::TileOrder order;         // of the key tiles of dense keys
+  core::FastDivmod key_heads;    // of the key tiles of packed keys
+  int query_extent, key_extent;  // rows of the maps' row axis
+  int heads_q, group;            // query heads; query heads per key head
+  int window_left, window_right;
+  int head_dim, head_dim_v;     // of the tensors, at most the kernel's
+  float scale, scale_log2;      // scale * log2(e)
+  float masked_score;           // times scale: -inf
+  std::int64_t row_tile_count;  // numbers of row_tiles
+  float* dq_sum;                // [heads_q][row_tile_count][tile_q * columns], fragments
+  const uint4* lse_terms;       // [heads_q][row_tile_count * tile_q], -lse / scale
+  const uint4* delta_terms;     // the same, dLSE - rowsum(dO * O)
+  void* grad_k;                 // [keys, heads_k, head_dim]
+  void* grad_v;                 // [keys, heads_k, head_dim_v]
+  Layout grad_k_layout, grad_v_layout;
+};
+
+// Where a sequence starts in a map: its row r is row `row + r` of the axis that ends with the
+// sequence, see encode_sequence_map().
+struct MapOrigin {
+  int row, start, batch;
+};
+
+// A block's tile of keys and the tiles of rows that see it. All fields are equal in all threads.
+struct KeyTile {
+  int batch, key_head;
+  int tile;  // in units of tile_k, of the attended keys
+  common::Attended part;
+  core::Span rows;                     // row tiles to visit
+  int masked_before;                   // of these, tiles below this one need the mask
+  int masked_from;                     // and tiles from this one on (windows only)
+  int first_row_tile;                  // number of the sequence's first row tile
+  int key_offset;                      // packed: rows before the sequence
+  int key_capacity;                    // keys of the sequence, used or not
+  MapOrigin query_origin, key_origin;  // of the first attended row and key
+};
+
+namespace detail {
+
+PANTILE_DEVICE MapOrigin map_origin(const core::SequenceSide& side, const core::Sequence& sequence,
+                                    int extent, int first, int batch) {
+  const bool packed = side.cu_seqlens != nullptr;
+  const int begin = packed ? static_cast<int>(sequence.row) : 0;
+  return MapOrigin{extent - sequence.length + first, begin + sequence.length, packed ? 0 : batch};
+}
+
+PANTILE_DEVICE int capacity(core::SequenceSide side, int batch) {
+  side.seqused = nullptr;
+  return core::locate_sequence(side, batch).length;
+}
+
+}  // namespace detail
+
+template <class Config, MaskKind kMask>
+PANTILE_DEVICE KeyTile locate_key_tile(const BackwardParams& params, int block) {
+  KeyTile key_tile;
+  if (params.keys.cu_seqlens == nullptr) {
+    const core::WorkTile work = params.order.tile(block);
+    key_tile.batch = work.batch;
+    key_tile.key_head = work.head;
+    key_tile.tile = work.tile;
+  } else {
+    const core::FastDivmod::Result place = params.key_heads.divmod(block);
+    key_tile.key_head = place.remainder;
+    key_tile.batch = prim::uniform(params.key_tiles.sequence(place.quotient));
+    key_tile.tile = place.quotient - prim::uniform(params.key_tiles.first(key_tile.batch));
+  }
+  core::Sequence queries = core::locate_sequence(params.queries, key_tile.batch);
+  core::Sequence keys = core::locate_sequence(params.keys, key_tile.batch);
+  queries.length = prim::uniform(queries.length);
+  keys.length = prim::uniform(keys.length);
+  const int left = kMask == MaskKind::window ? params.window_left : core::kNoBound;
+  const int right = kMask == MaskKind::window   ? params.window_right
+                    : kMask == MaskKind::causal ? 0
+                                                : core::kNoBound;
+  const common::Attended part =
+      common::attended_part(core::Mask{queries.length, keys.length, left, right});
+  key_tile.part = part;
+  key_tile.key_offset = prim::uniform(static_cast<int>(keys.row));
+  key_tile.key_capacity = prim::uniform(detail::capacity(params.keys, key_tile.batch));
+  key_tile.first_row_tile = prim::uniform(params.row_tiles.first(key_tile.batch));
+  key_tile.query_origin = detail::map_origin(params.queries, queries, params.query_extent,
+                                             part.first_row, key_tile.batch);
+  key_tile.key_origin =
+      detail::map_origin(params.keys, keys, params.key_extent, part.first_key, key_tile.batch);
+
+  const core::Span span{key_tile.tile * Config::kTileK,
+                        core::min_of((key_tile.tile + 1) * Config::kTileK, part.mask.keys)};
+  key_tile.rows = core::Span{0, 0};
+  key_tile.masked_before = 0;
+  key_tile.masked_from = core::kNoBound;
+  if (!span.empty()) {
+    const core::Span first = core::visible_rows(part.mask, span.begin);
+    const core::Span last = core::visible_rows(part.mask, span.end - 1);
+    key_tile.rows =
+        core::Span{first.begin / Config::kTileQ, core::ceil_div(last.end, Config::kTileQ)};
+    // A tile past the end of the keys is masked throughout. One past the end of the rows is not:
+    // its missing rows have statistics that make their P zero.
+    const bool ragged = span.size() < Config::kTileK;
+    key_tile.masked_before = ragged ? core::kNoBound : core::ceil_div(last.begin, Config::kTileQ);
+    if (kMask == MaskKind::window && first.end < part.mask.rows) {
+      key_tile.masked_from = first.end / Config::kTileQ;
+    }
+  }
+  return key_tile;
+}
+
+}  // namespace pantile::hopper

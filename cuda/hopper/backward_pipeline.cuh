@@ -1,0 +1,473 @@
+// Backward for head dims above 128. A block owns 64 keys of one key head and walks over all tiles
+// of 64 rows that see them, of all query heads that share the head. The warpgroups form a pipeline
+// and meet only in shared memory:
+//
+//   1 producer       Q, dO tiles and their row terms             -> q, grad_o, lse, delta
+//   2 probabilities  S^T = K Q^T - lse / scale, P = exp2(..)     -> P (fp16)
+//   3                dV += P^T dO, P^T from registers               (registers)
+//   4 score grads    dP^T = V dO^T - delta, dS = P * dP          -> dS
+//   5                dK += dS^T Q, dS^T from registers              (registers)
+//   6 query grads    dQ = dS K, 64 columns at a time             -> added into global memory
+//   7 2 and 4        dV, dK * scale                              -> global memory
+//
+// P goes from 2 to 4 without a transpose: both warpgroups hold the same elements of S and dP in the
+// same thread. As fp16 it is half the bytes of fp32, and dS is as exact as with fp32 P after it has
+// been rounded to 16 bits.
+//
+// The two accumulating warpgroups issue their next 64 x 64 product before they wait for the
+// accumulation before it, so that the element-wise work runs under the latter. The mbarrier wait in
+// that work is what keeps ptxas from hoisting the second wgmma wait above it.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "hopper/backward_fragment.cuh"
+#include "hopper/backward_producer.cuh"
+#include "hopper/backward_storage.cuh"
+#include "prim/global_add.cuh"
+#include "prim/matrix.cuh"
+#include "prim/registers.cuh"
+#include "prim/tma.cuh"
+#include "prim/wgmma.cuh"
+
+namespace pantile::hopper {
+
+namespace pipeline {
+
+// One lane of each warp reports for the warp, after all its lanes are done.
+PANTILE_DEVICE void arrive_warp(prim::Mbarrier& barrier) {
+  __syncwarp();
+  if (prim::lane_index() == 0) {
+    prim::arrive(barrier);
+  }
+}
+
+// `arrive_warp` for buffers that only wgmma reads: the wait for it is already warp-wide.
+PANTILE_DEVICE void release(prim::Mbarrier& barrier) {
+  if (prim::lane_index() == 0) {
+    prim::arrive(barrier);
+  }
+}
+
+// to = terms + A B^T over kDim columns of two k-major tiles.
+template <class Config, int kDim>
+PANTILE_DEVICE void issue_square(float (&to)[32], std::uint32_t ones, std::uint32_t terms,
+                                 std::uint32_t a, std::uint32_t b) {
+  prim::wgmma_fence();
+  prim::wgmma_terms_ss(to, ones, terms);
+#pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) {
+    prim::wgmma_ss<Config::kDType, prim::Major::k, prim::Major::k>(
+        to, a + prim::descriptor_step(k / 4 * Config::kTileK * 128 + k % 4 * 32),
+        b + prim::descriptor_step(k / 4 * Config::kTileQ * 128 + k % 4 * 32));
+  }
+  prim::wgmma_commit();
+}
+
+// dK or dV of the block: 64 keys x kColumns. Cut in two above 192 columns, because one product of
+// N = 256 needs more registers than a thread has at kernel entry (ptxas C7602).
+template <class Config, int kColumns>
+class Accumulator {
+ public:
+  PANTILE_DEVICE Accumulator() {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < kPart / 2; ++i) {
+        values_[part][i] = 0.0f;
+      }
+    }
+  }
+
+  // += fragment x rows; the sum runs over the 64 rows of `rows`, an mn-major tile.
+  PANTILE_DEVICE void issue(const std::uint32_t (&fragment)[4][4], std::uint32_t rows) {
+    prim::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        prim::wgmma_rs<Config::kDType, prim::Major::mn>(
+            values_[part], fragment[k],
+            rows + prim::descriptor_step(k * 2048 + part * kPart / kPanel * Config::kTileQ * 128));
+      }
+    }
+    prim::wgmma_commit();
+  }
+
+  PANTILE_DEVICE void finish() {
+    prim::wgmma_wait<0>();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      prim::pin(values_[part]);
+    }
+  }
+
+  PANTILE_DEVICE void store(void* gradient, const Layout& layout, int columns, float scale,
+                            const BackwardParams& params, const KeyTile& key_tile) {
+    const bool packed = params.keys.cu_seqlens != nullptr;
+    std::uint16_t* rows =
+        gradient_rows(gradient, layout, key_tile, packed, key_tile.part.first_key);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      store_fragment<Config::kDType>(rows + part * kPart, layout.seq, values_[part], scale,
+                                     key_tile.tile * Config::kTileK, key_tile.part.mask.keys,
+                                     columns - part * kPart);
+    }
+    zero_unattended_keys<Config::kTileK, kWarpgroup>(gradient, layout, columns, key_tile, packed,
+                                                     static_cast<int>(threadIdx.x) % kWarpgroup);
+  }
+
+ private:
+  static constexpr int kParts = kColumns > 192 ? 2 : 1;
+  static constexpr int kPart = kColumns / kParts;
+  float values_[kParts][kPart / 2];
+};
+
+// Stages 2 and 3.
+template <class Config, MaskKind kMask>
+class Probabilities {
+ public:
+  using Storage = PipelineStorage<Config>;
+
+  PANTILE_DEVICE Probabilities(Storage& storage, const BackwardParams& params,
+                               const KeyTile& key_tile)
+      : storage_(storage),
+        params_(params),
+        key_tile_(key_tile),
+        ones_(prim::ones_descriptor(prim::shared_address(storage.ones))),
+        terms_(prim::terms_descriptor(prim::shared_address(storage.lse))),
+        k_(prim::descriptor(prim::shared_address(&storage.k))),
+        q_(prim::descriptor(prim::shared_address(storage.q))),
+        grad_o_(prim::descriptor(prim::shared_address(storage.grad_o), Config::kTileQ * 128)),
+        tile_(key_tile.rows.begin) {}
+
+  PANTILE_DEVICE void run() {
+    const int steps = params_.group * key_tile_.rows.size();
+    if (steps > 0) {
+      prim::wait(storage_.k_full, 0);
+      issue_S();
+      prim::wgmma_wait<0>();
+      send_P();
+      pack_fragment<Config::kDType>(packed_P_, S_);
+      next();
+#pragma unroll 1
+      for (int i = 1; i < steps; ++i) {
+        issue_S();   // of this step
+        issue_dV();  // of the step before
+        prim::wgmma_wait<1>();
+        send_P();
+        prim::wgmma_wait<0>();
+        release(storage_.grad.empty[previous_.stage]);
+        pack_fragment<Config::kDType>(packed_P_, S_);
+        next();
+      }
+      issue_dV();
+      dV_.finish();
+    }
+    dV_.store(params_.grad_v, params_.grad_v_layout, params_.head_dim_v, 1.0f, params_, key_tile_);
+  }
+
+ private:
+  PANTILE_DEVICE void issue_S() {
+    prim::wait(storage_.query.full[cursor_.stage], cursor_.parity);
+    issue_square<Config, Config::kHeadDim>(
+        S_, ones_, terms_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.lse[0])), k_,
+        q_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.q[0])));
+  }
+
+  PANTILE_DEVICE void issue_dV() {
+    prim::wait(storage_.grad.full[previous_.stage], previous_.parity);
+    dV_.issue(packed_P_,
+              grad_o_ + prim::descriptor_step(previous_.stage * sizeof(storage_.grad_o[0])));
+  }
+
+  PANTILE_DEVICE void send_P() {
+    prim::pin(S_);
+    release(storage_.query.empty[cursor_.stage]);
+    if (tile_ < key_tile_.masked_before ||
+        (kMask == MaskKind::window && tile_ >= key_tile_.masked_from)) {
+      mask_scores<kMask>(S_, key_tile_.part.mask, key_tile_.tile * Config::kTileK,
+                         tile_ * Config::kTileQ, params_.masked_score);
+    }
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      S_[i] = prim::exp2_approx(S_[i] * params_.scale_log2);
+    }
+    prim::wait(storage_.p_empty, p_parity_);
+    p_parity_ ^= 1;
+    uint4* to = &storage_.P[0][threadIdx.x % kWarpgroup];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      to[j * kWarpgroup] = make_uint4(prim::pack<DType::f16>(S_[8 * j], S_[8 * j + 1]),
+                                      prim::pack<DType::f16>(S_[8 * j + 2], S_[8 * j + 3]),
+                                      prim::pack<DType::f16>(S_[8 * j + 4], S_[8 * j + 5]),
+                                      prim::pack<DType::f16>(S_[8 * j + 6], S_[8 * j + 7]));
+    }
+    arrive_warp(storage_.p_full);
+  }
+
+  PANTILE_DEVICE void next() {
+    if (++tile_ == key_tile_.rows.end) {
+      tile_ = key_tile_.rows.begin;
+    }
+    previous_ = cursor_;
+    cursor_.advance();
+  }
+
+  Storage& storage_;
+  const BackwardParams& params_;
+  const KeyTile& key_tile_;
+  const std::uint32_t ones_, terms_, k_, q_, grad_o_;
+  int tile_;
+  StageCursor<Config::kStages> cursor_, previous_;  // Q and dO stages advance together
+  std::uint32_t p_parity_ = 1;
+  float S_[32];
+  std::uint32_t packed_P_[4][4];
+  Accumulator<Config, Config::kHeadDimV> dV_;
+};
+
+// Stages 4 and 5.
+template <class Config>
+class ScoreGradients {
+ public:
+  using Storage = PipelineStorage<Config>;
+
+  PANTILE_DEVICE ScoreGradients(Storage& storage, const BackwardParams& params,
+                                const KeyTile& key_tile)
+      : storage_(storage),
+        params_(params),
+        key_tile_(key_tile),
+        ones_(prim::ones_descriptor(prim::shared_address(storage.ones))),
+        terms_(prim::terms_descriptor(prim::shared_address(storage.delta))),
+        v_(prim::descriptor(prim::shared_address(&storage.v))),
+        grad_o_(prim::descriptor(prim::shared_address(storage.grad_o))),
+        q_(prim::descriptor(prim::shared_address(storage.q), Config::kTileQ * 128)) {
+    const int lane = prim::lane_index();
+    const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32;
+    dS_store_ = prim::shared_address(storage.dS) + ((lane & 7) + (lane >> 4) * 8) * 128 +
+                (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) * 16);
+  }
+
+  PANTILE_DEVICE void run() {
+    const int steps = params_.group * key_tile_.rows.size();
+    if (steps > 0) {
+      prim::wait(storage_.v_full, 0);
+      issue_dP();
+      prim::wgmma_wait<0>();
+      multiply_by_P();
+      send_dS();
+      next();
+#pragma unroll 1
+      for (int i = 1; i < steps; ++i) {
+        issue_dP();  // of this step
+        issue_dK();  // of the step before
+        prim::wgmma_wait<1>();
+        multiply_by_P();
+        prim::wgmma_wait<0>();
+        release(storage_.query.empty[previous_.stage]);
+        send_dS();
+        next();
+      }
+      issue_dK();
+      dK_.finish();
+    }
+    dK_.store(params_.grad_k, params_.grad_k_layout, params_.head_dim, params_.scale, params_,
+              key_tile_);
+  }
+
+ private:
+  PANTILE_DEVICE void issue_dP() {
+    prim::wait(storage_.grad.full[cursor_.stage], cursor_.parity);
+    issue_square<Config, Config::kHeadDimV>(
+        dP_, ones_, terms_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.delta[0])), v_,
+        grad_o_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.grad_o[0])));
+  }
+
+  PANTILE_DEVICE void issue_dK() {
+    prim::wait(storage_.query.full[previous_.stage], previous_.parity);
+    dK_.issue(dS_, q_ + prim::descriptor_step(previous_.stage * sizeof(storage_.q[0])));
+  }
+
+  PANTILE_DEVICE void multiply_by_P() {
+    prim::pin(dP_);
+    release(storage_.grad.empty[cursor_.stage]);
+    prim::wait(storage_.p_full, p_parity_);
+    p_parity_ ^= 1;
+    const uint4* from = &storage_.P[0][threadIdx.x % kWarpgroup];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint4 words = from[j * kWarpgroup];
+      const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        __half2 pair;
+        memcpy(&pair, &word[k], sizeof(pair));
+        const float2 P = __half22float2(pair);
+        dP_[8 * j + 2 * k] *= P.x;
+        dP_[8 * j + 2 * k + 1] *= P.y;
+      }
+    }
+    arrive_warp(storage_.p_empty);
+    prim::wait(storage_.ds.empty[dS_cursor_.stage], dS_cursor_.parity ^ 1);
+  }
+
+  PANTILE_DEVICE void send_dS() {
+    pack_fragment<Config::kDType>(dS_, dP_);
+    const std::uint32_t to =
+        dS_store_ + dS_cursor_.stage * static_cast<int>(sizeof(storage_.dS[0]));
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      prim::store_matrix_x4_transposed(to + k * 2048, dS_[k][0], dS_[k][1], dS_[k][2], dS_[k][3]);
+    }
+    prim::fence_async_proxy();
+    arrive_warp(storage_.ds.full[dS_cursor_.stage]);
+    dS_cursor_.advance();
+  }
+
+  PANTILE_DEVICE void next() {
+    previous_ = cursor_;
+    cursor_.advance();
+  }
+
+  Storage& storage_;
+  const BackwardParams& params_;
+  const KeyTile& key_tile_;
+  const std::uint32_t ones_, terms_, v_, grad_o_, q_;
+  std::uint32_t dS_store_;
+  StageCursor<Config::kStages> cursor_, previous_, dS_cursor_;
+  std::uint32_t p_parity_ = 0;
+  float dP_[32];
+  std::uint32_t dS_[4][4];
+  Accumulator<Config, Config::kHeadDim> dK_;
+};
+
+// Adds 64 x 64 values of dQ to their fragment in global memory.
+template <SumKind kSum>
+PANTILE_DEVICE void add_fragment(float* fragment, const float (&dQ)[32],
+                                 const float (&row_scale)[2]) {
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  if constexpr (kSum == SumKind::integer) {
+    std::uint64_t* to = reinterpret_cast<std::uint64_t*>(fragment) + thread;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float scale = row_scale[j % 2];
+      prim::global_add_pair(to + j * kWarpgroup, __float2int_rn(dQ[2 * j] * scale),
+                            __float2int_rn(dQ[2 * j + 1] * scale));
+    }
+  } else {
+    float* to = fragment + thread * 4;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      prim::global_add(to + j * 4 * kWarpgroup, dQ[4 * j], dQ[4 * j + 1], dQ[4 * j + 2],
+                       dQ[4 * j + 3]);
+    }
+  }
+}
+
+// Stage 6.
+template <class Config, SumKind kSum>
+PANTILE_DEVICE void add_query_gradients(PipelineStorage<Config>& storage,
+                                        const BackwardParams& params, const KeyTile& key_tile) {
+  constexpr int kFragment = 64 * 64;
+  constexpr int kTileFloats = Config::kPanels * kFragment;
+  const std::uint32_t dS = prim::descriptor(prim::shared_address(storage.dS));
+  const std::uint32_t k_columns = prim::descriptor(prim::shared_address(&storage.k));
+  const int lane = prim::lane_index();
+  const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 4;
+  const int steps = params.group * key_tile.rows.size();
+  StageCursor<Config::kStages> cursor;
+  int head = key_tile.key_head * params.group;
+  int tile = key_tile.rows.begin;
+  if (steps > 0) {
+    prim::wait(storage.k_full, 0);
+  }
+#pragma unroll 1
+  for (int i = 0; i < steps; ++i) {
+    const std::int64_t number = head * params.row_tile_count + key_tile.first_row_tile + tile;
+    float* fragment = params.dq_sum + number * kTileFloats;
+    float row_scale[2] = {};
+    if constexpr (kSum == SumKind::integer) {
+      const uint4* terms = params.lse_terms + number * Config::kTileQ + row;
+      row_scale[0] = __uint_as_float(terms[0].z);
+      row_scale[1] = __uint_as_float(terms[8].z);
+    }
+    prim::wait(storage.ds.full[cursor.stage], cursor.parity);
+    const std::uint32_t a = dS + prim::descriptor_step(cursor.stage * sizeof(storage.dS[0]));
+    // Unrolled, ptxas keeps several slices in registers and serialises all products (C7512).
+#pragma unroll 1
+    for (int panel = 0; panel < Config::kPanels; ++panel) {
+      float dQ[32];
+      const std::uint32_t b = k_columns + panel * prim::descriptor_step(storage.k.kPanelBytes);
+      prim::wgmma_fence();
+      prim::wgmma_ss_write<Config::kDType, prim::Major::k, prim::Major::mn>(dQ, a, b);
+#pragma unroll
+      for (int k = 1; k < Config::kTileK / 16; ++k) {
+        prim::wgmma_ss<Config::kDType, prim::Major::k, prim::Major::mn>(
+            dQ, a + prim::descriptor_step(k * 32), b + prim::descriptor_step(k * 2048));
+      }
+      prim::wgmma_commit();
+      prim::wgmma_wait<0>();
+      prim::pin(dQ);
+      if (panel == Config::kPanels - 1) {
+        release(storage.ds.empty[cursor.stage]);
+      }
+      add_fragment<kSum>(fragment + panel * kFragment, dQ, row_scale);
+    }
+    cursor.advance();
+    if (++tile == key_tile.rows.end) {
+      tile = key_tile.rows.begin;
+      ++head;
+    }
+  }
+}
+
+}  // namespace pipeline
+
+template <class Config, MaskKind kMask, SumKind kSum>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_pipeline(const __grid_constant__ BackwardMaps maps,
+                      const __grid_constant__ BackwardParams params) {
+  enum Role : int { kCopies, kProbabilities, kScoreGradients, kQueryGradients };
+  extern __shared__ std::uint8_t dynamic_smem[];
+  using Storage = PipelineStorage<Config>;
+  Storage& storage = aligned_storage<Storage>(dynamic_smem);
+  const int warp = prim::uniform(static_cast<int>(threadIdx.x) / 32);
+  const int role = warp / 4;
+  if (threadIdx.x < prim::kOnesTileBytes / 4) {
+    storage.ones[threadIdx.x] = prim::ones_tile_word(static_cast<int>(threadIdx.x));
+    prim::fence_async_proxy();
+  }
+  if (threadIdx.x == 0) {
+    prim::init(storage.k_full, 1);
+    prim::init(storage.v_full, 1);
+    storage.query.init(8);  // warps of the two accumulating warpgroups
+    storage.grad.init(8);
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      prim::init(storage.ds.full[stage], 4);
+      prim::init(storage.ds.empty[stage], 4);
+    }
+    prim::init(storage.p_full, 4);
+    prim::init(storage.p_empty, 4);
+    prim::fence_mbarrier_init();
+  }
+  __syncthreads();
+  const KeyTile key_tile = locate_key_tile<Config, kMask>(params, static_cast<int>(blockIdx.x));
+  if (role == kCopies) {
+    prim::shrink_registers<Config::kProducerRegisters>();
+    if (warp == 0 && prim::elect_one()) {
+      load_tiles<Config>(storage, maps, params, key_tile);
+    }
+  } else if (role == kQueryGradients) {
+    prim::shrink_registers<Config::kQueryGradRegisters>();
+    pipeline::add_query_gradients<Config, kSum>(storage, params, key_tile);
+  } else {
+    prim::grow_registers<Config::kAccumulatorRegisters>();
+    if (role == kProbabilities) {
+      pipeline::Probabilities<Config, kMask>(storage, params, key_tile).run();
+    } else {
+      pipeline::ScoreGradients<Config>(storage, params, key_tile).run();
+    }
+  }
+}
+
+}  // namespace pantile::hopper

@@ -1,0 +1,101 @@
+// Shared memory of the backward kernels, and the cursor that walks a ring of stages.
+//
+// 16-bit tiles are panels of [rows][64 columns], 128-byte swizzled: k-major operands when the sum
+// runs over the columns, mn-major when it runs over the rows, so one load serves both products.
+#pragma once
+
+#include <cstdint>
+
+#include "hopper/backward_config.h"
+#include "prim/mbarrier.cuh"
+#include "prim/wgmma_row_terms.cuh"
+
+namespace pantile::hopper {
+
+template <int kStages>
+struct StageCursor {
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  PANTILE_DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// A ring of stages: `full` completes by bytes, `empty` by one arrival a warp of its readers.
+template <int kStages>
+struct Ring {
+  prim::Mbarrier full[kStages];
+  prim::Mbarrier empty[kStages];
+
+  PANTILE_DEVICE void init(int reader_warps) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      prim::init(full[stage], 1);
+      prim::init(empty[stage], reader_warps);
+    }
+  }
+};
+
+template <int kRows, int kPanels>
+struct alignas(1024) Tile {
+  static constexpr int kPanelBytes = kRows * 128;
+  static constexpr int kBytes = kPanels * kPanelBytes;
+  std::uint8_t bytes[kBytes];
+};
+
+template <int kRows>
+struct RowTerms {
+  static constexpr int kBytes = kRows * 16;
+  uint4 row[kRows];  // hi, mid, lo; the integer dQ scale of lse terms in word 2
+};
+
+template <class Config>
+struct PairedStorage {
+  static constexpr int kRows = Config::kTileQ;
+  Tile<Config::kTileK, Config::kPanels> k;
+  Tile<Config::kTileK, Config::kPanelsV> v;
+  Tile<kRows, Config::kPanels> q[Config::kQueryStages];
+  Tile<kRows, Config::kPanelsV> grad_o[Config::kGradStages];
+  Tile<kRows, panels(Config::kTileK)> dS[2];            // [query][key], one panel a warpgroup
+  alignas(1024) float dQ[Config::kConsumers][64 * 64];  // fragments, in register order
+  RowTerms<kRows> lse[Config::kQueryStages];
+  RowTerms<kRows> delta[Config::kGradStages];
+  alignas(256) std::uint32_t ones[prim::kOnesTileBytes / 4];
+  prim::Mbarrier k_full, v_full;
+  Ring<Config::kQueryStages> query;
+  Ring<Config::kGradStages> grad;
+  prim::Mbarrier dq_full[Config::kConsumers], dq_empty[Config::kConsumers];
+};
+
+template <class Config>
+struct PipelineStorage {
+  static constexpr int kRows = Config::kTileQ;
+  Tile<Config::kTileK, Config::kPanels> k;
+  Tile<Config::kTileK, Config::kPanelsV> v;
+  Tile<kRows, Config::kPanels> q[Config::kStages];
+  Tile<kRows, Config::kPanelsV> grad_o[Config::kStages];
+  Tile<kRows, 1> dS[Config::kStages];
+  uint4 P[4][kWarpgroup];  // fp16, thread to thread: both warpgroups hold the same elements
+  alignas(256) std::uint32_t ones[prim::kOnesTileBytes / 4];
+  RowTerms<kRows> lse[Config::kStages];
+  RowTerms<kRows> delta[Config::kStages];
+  prim::Mbarrier k_full, v_full;
+  Ring<Config::kStages> query, grad, ds;
+  prim::Mbarrier p_full, p_empty;
+};
+
+// Dynamic shared memory starts 16-byte aligned; the slack lets the kernels align their storage.
+template <class Storage>
+inline constexpr int kStorageBytes = static_cast<int>(sizeof(Storage)) + 1024;
+
+template <class Storage>
+PANTILE_DEVICE Storage& aligned_storage(std::uint8_t* dynamic_smem) {
+  static_assert(kStorageBytes<Storage> <= kSmemPerBlock);
+  const std::uint32_t misalignment = prim::shared_address(dynamic_smem) & 1023;
+  return *reinterpret_cast<Storage*>(dynamic_smem + ((1024 - misalignment) & 1023));
+}
+
+}  // namespace pantile::hopper
