@@ -17,6 +17,7 @@
 #include "tensor_view.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace pantile::python {
 namespace {
@@ -210,7 +211,8 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
   return plan_and_run<BackwardPlan>(request, &problem, tensors, Pass::backward, operands);
 }
 
-// Contents of cu_seqlens and seqused, given as host arrays; the lengths stand for the tensors.
+// Contents of cu_seqlens and seqused, given as host arrays. The totals stand for q and k; heads and
+// head dims do not matter here.
 void check_sequence_contents(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqused_q,
                              nb::handle seqused_k, std::int64_t max_seqlen_q,
                              std::int64_t max_seqlen_k, std::int64_t total_q,
@@ -221,6 +223,8 @@ void check_sequence_contents(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, n
   std::int64_t bounds = 0;
   std::int64_t count = 0;
   problem.packed_q = problem.packed_k = true;
+  problem.heads_q = problem.heads_k = problem.head_dim = problem.head_dim_v = 1;
+  problem.o.seq = problem.o.head = 1;
   tensors.cu_seqlens_q = read_lengths(cu_seqlens_q, "cu_seqlens_q", host, &bounds);
   tensors.cu_seqlens_k = read_lengths(cu_seqlens_k, "cu_seqlens_k", host, &count);
   problem.batch = bounds - 1;
@@ -416,17 +420,31 @@ NB_MODULE(_C, module) {
   namespace py = pantile::python;
   nb::exception<py::UnsupportedError>(module, "UnsupportedError", PyExc_NotImplementedError);
   module.attr("__version__") = py::version();
-  module.def("forward", &py::forward);
-  module.def("backward", &py::backward);
-  module.def("explain", &py::explain);
-  module.def("check_sequences", &py::check_sequence_contents);
+  module.def("forward", &py::forward, "q"_a, "k"_a, "v"_a, "o"_a, "lse"_a.none(),
+             "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(), "seqused_q"_a.none(),
+             "seqused_k"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a, "scale"_a.none(),
+             "window_left"_a, "window_right"_a, "backend"_a);
+  module.def("backward", &py::backward, "grad_o"_a, "grad_lse"_a.none(), "q"_a, "k"_a, "v"_a, "o"_a,
+             "lse"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a, "cu_seqlens_q"_a.none(),
+             "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
+             "max_seqlen_k"_a, "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a,
+             "deterministic"_a);
+  module.def("explain", &py::explain, "q"_a, "k"_a, "v"_a, "cu_seqlens_q"_a.none(),
+             "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
+             "max_seqlen_k"_a, "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a,
+             "deterministic"_a);
+  module.def("check_sequences", &py::check_sequence_contents, "cu_seqlens_q"_a, "cu_seqlens_k"_a,
+             "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a,
+             "total_q"_a, "total_k"_a);
   module.def("kernels", &py::kernels);
   module.def("devices", &py::devices);
   module.def("build_info", &pantile::build_info);
-  module.def("set_torch", &py::set_torch);
+  module.def("set_torch", &py::set_torch, "tensor_type"_a, "exchange"_a.none(), "describe"_a,
+             "current_stream"_a, "lend_workspace"_a, "thread_count"_a);
   module.def("set_cpu_threads", [](int threads) { py::cpu_properties().set_threads(threads); });
   module.def("set_parallel_for", [](std::uintptr_t address) {
     pantile::set_parallel_for(reinterpret_cast<pantile::ParallelFor>(address));
   });
-  module.def("set_plan_log", [](nb::handle log) { py::hooks().plan_log = py::keep(log); });
+  module.def(
+      "set_plan_log", [](nb::handle log) { py::hooks().plan_log = py::keep(log); }, "log"_a.none());
 }

@@ -1,0 +1,40 @@
+"""pantile: exact attention by streaming tiles, from a laptop CPU to an H100.
+
+    import torch, pantile
+    o = pantile.attention(q, k, v, causal=True)      # [batch, seq, heads, dim], differentiable
+
+Import torch first, or call :func:`load_torch` after importing it, if the operators
+``torch.ops.pantile`` are needed before the first call. Without torch, NumPy arrays work.
+"""
+
+from pantile._attention import attention, explain, load_torch, varlen_attention
+from pantile._C import UnsupportedError, __version__
+from pantile._explain import Explanation, PassExplanation, Verdict
+from pantile._info import build_info, cuda_reason, devices, kernels
+from pantile._options import Options, configure_logging
+
+__all__ = [
+    "Explanation",
+    "Options",
+    "PassExplanation",
+    "UnsupportedError",
+    "Verdict",
+    "__version__",
+    "attention",
+    "build_info",
+    "cuda_reason",
+    "devices",
+    "explain",
+    "kernels",
+    "load_torch",
+    "varlen_attention",
+]
+
+UnsupportedError.__module__ = "pantile"
+UnsupportedError.__doc__ = "A valid request that no compiled kernel serves; the message says why."
+
+load_torch()
+if configure_logging():
+    from pantile import _C, _options
+
+    _C.set_plan_log(_options.log.info)

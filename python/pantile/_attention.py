@@ -1,0 +1,268 @@
+"""The public calls: arguments are brought into the form of the operators here, and nowhere else."""
+
+from __future__ import annotations
+
+import numbers
+import sys
+from typing import Any
+
+from pantile._explain import Explanation, explain_call
+from pantile._masks import window_bounds
+from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
+
+# pantile._ops once torch has been seen; importing pantile does not import torch.
+_torch_ops = None
+
+
+def load_torch() -> None:
+    """Registers the torch operators, if the program has imported torch."""
+    global _torch_ops
+    if _torch_ops is None and "torch" in sys.modules:
+        from pantile import _ops
+
+        _torch_ops = _ops
+
+
+def _engine(q: object) -> Any:
+    """The module that serves q: pantile._ops for torch tensors, pantile._numpy for arrays."""
+    if _torch_ops is None:
+        load_torch()
+    if _torch_ops is not None and isinstance(q, _torch_ops.Tensor):
+        return _torch_ops
+    if "numpy" in sys.modules:
+        from pantile import _numpy
+
+        if isinstance(q, _numpy.np.ndarray):
+            return _numpy
+    raise TypeError(f"q is a {type(q).__name__}; it must be a torch.Tensor or a numpy.ndarray")
+
+
+def _scale(scale: object) -> float | None:
+    if scale is None or type(scale) is float:
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        symbolic = type(scale).__name__ in ("SymFloat", "SymInt")  # a traced number
+        if not symbolic:
+            raise TypeError(f"scale is {scale!r}; it must be a real number or None")
+        return scale
+    return float(scale)
+
+
+def _flag(name: str, value: object) -> bool:
+    if value is not True and value is not False:
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+    return value
+
+
+def _length(name: str, value: object) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    if type(value) is int or type(value).__name__ == "SymInt":
+        return value
+    return value.__index__()  # a NumPy integer, or a tensor of one element, which waits for it
+
+
+def _dense_settings(causal, window, scale, options: Options) -> tuple:
+    left, right = window_bounds(causal, window)
+    return (None, None, None, None, 0, 0, _scale(scale), left, right, options.backend)
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    options: Options | None = None,
+):
+    """Exact attention, ``softmax(Q K^T * scale + mask) V``, without storing the score matrix.
+
+    Algorithm: FlashAttention-2 (Dao 2023, sections 3.1 and 3.2), with the online softmax of
+    Milakov and Gimelshein (2018).
+
+    Args:
+        q: ``[batch, seqlen_q, heads_q, head_dim]``; float32, float16 or bfloat16; a torch tensor
+            on the CPU or a CUDA device, or a NumPy array (CPU, forward only).
+        k: ``[batch, seqlen_k, heads_k, head_dim]``, dtype and device of q. ``heads_q`` must be a
+            multiple of ``heads_k``: query head h attends with key head ``h // (heads_q //
+            heads_k)`` (grouped-query attention).
+        v: ``[batch, seqlen_k, heads_k, head_dim_v]``; head dims are 1 to 512 and may differ.
+        causal: a row sees keys up to its own position, aligned bottom-right: row i of
+            ``seqlen_q`` sees keys j <= i + seqlen_k - seqlen_q.
+        window: ``(left, right)``: a row sees keys from ``left`` before to ``right`` after its
+            position, both ends included; ``None`` or -1 lifts a side. Combines with ``causal``.
+        scale: multiplies the scores; default ``head_dim ** -0.5``.
+        return_lse: also return the log-sum-exp of each row's scores.
+        deterministic: bit-equal gradients for equal inputs; also on when
+            ``torch.use_deterministic_algorithms`` is.
+        options: see :class:`pantile.Options`.
+
+    Returns:
+        o: ``[batch, seqlen_q, heads_q, head_dim_v]``, contiguous, dtype of q. With ``return_lse``
+        the pair (o, lse), lse float32, natural logarithm, ``[batch, heads_q, seqlen_q]``. Both are
+        differentiable once. A row that sees no key has o = 0, lse = -inf and zero gradients.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, its value and the rule.
+        pantile.UnsupportedError: valid, but no compiled kernel serves it; says why each refused.
+        RuntimeError: the device or the build lacks what is needed, or CUDA failed.
+    """
+    if options is None:
+        options = DEFAULT_OPTIONS
+    engine = _engine(q)
+    settings = _dense_settings(causal, window, scale, resolve_options(options))
+    return engine.attention(
+        q,
+        k,
+        v,
+        settings,
+        _flag("deterministic", deterministic),
+        options.checked,
+        _flag("return_lse", return_lse),
+    )
+
+
+def _packed_settings(
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    seqused_q,
+    seqused_k,
+    causal,
+    window,
+    scale,
+    options: Options,
+) -> tuple:
+    for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if value is None:
+            raise TypeError(f"{name} is None; it must be an int32 tensor of batch + 1 offsets")
+    left, right = window_bounds(causal, window)
+    return (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        _length("max_seqlen_q", max_seqlen_q),
+        _length("max_seqlen_k", max_seqlen_k),
+        _scale(scale),
+        left,
+        right,
+        options.backend,
+    )
+
+
+def varlen_attention(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_q=None,
+    seqused_k=None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    options: Options | None = None,
+):
+    """:func:`attention` over sequences of different lengths, packed one after the other.
+
+    Args:
+        q: ``[total_q, heads_q, head_dim]``.
+        k, v: ``[total_k, heads_k, head_dim]`` and ``[total_k, heads_k, head_dim_v]``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]`` on the device of q: sequence b holds rows
+            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. They start at 0, never decrease and end at
+            the total. Their contents are checked on the CPU, and on a GPU when
+            ``options.checked`` asks for it.
+        max_seqlen_q, max_seqlen_k: no sequence is longer than these.
+        seqused_q, seqused_k: int32 ``[batch]``: only the first ``seqused[b]`` rows of sequence b
+            exist. The others give o = 0 and lse = -inf, and take no part in anything.
+        causal, window, scale, return_lse, deterministic, options: as in :func:`attention`; the
+            mask is aligned to the bottom right of each sequence.
+
+    Returns:
+        o: ``[total_q, heads_q, head_dim_v]``; with ``return_lse`` also lse ``[heads_q, total_q]``.
+
+    Raises:
+        As :func:`attention`.
+    """
+    if options is None:
+        options = DEFAULT_OPTIONS
+    engine = _engine(q)
+    settings = _packed_settings(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q,
+        seqused_k,
+        causal,
+        window,
+        scale,
+        resolve_options(options),
+    )
+    return engine.attention(
+        q,
+        k,
+        v,
+        settings,
+        _flag("deterministic", deterministic),
+        options.checked,
+        _flag("return_lse", return_lse),
+    )
+
+
+def explain(
+    q,
+    k,
+    v,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    *,
+    seqused_q=None,
+    seqused_k=None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    options: Options | None = None,
+) -> Explanation:
+    """What :func:`attention` (or, with ``cu_seqlens``, :func:`varlen_attention`) would do.
+
+    Takes the arguments of those calls, runs nothing, and answers with a printable object: the
+    kernel of each pass, its tiles and workspace, the copies made first, and why each other row of
+    the kernel table was refused.
+    """
+    options = resolve_options(options)
+    _flag("return_lse", return_lse)
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        if seqused_q is not None or seqused_k is not None:
+            raise ValueError("seqused_q and seqused_k need cu_seqlens_q and cu_seqlens_k")
+        settings = _dense_settings(causal, window, scale, options)
+    else:
+        settings = _packed_settings(
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            seqused_q,
+            seqused_k,
+            causal,
+            window,
+            scale,
+            options,
+        )
+    operands = _engine(q).prepare(q, k, v, settings[:4])
+    return explain_call(operands, settings, _flag("deterministic", deterministic))

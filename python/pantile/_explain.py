@@ -1,0 +1,72 @@
+"""Answers of :func:`pantile.explain`: plain data that prints as a short report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pantile import _C
+
+_COPY_NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")  # by bit, as the bindings answer
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row of the kernel table."""
+
+    kernel: str
+    backend: str
+    chosen: bool
+    reason: str  # why the row was refused; empty when it would serve
+
+
+@dataclass(frozen=True)
+class PassExplanation:
+    """One pass: the kernel that runs, or why none does."""
+
+    kernel: str | None
+    tile_q: int  # query rows per tile
+    tile_k: int  # keys per tile
+    blocks: int  # thread blocks; on the CPU work items
+    workspace_bytes: int
+    copies: tuple[str, ...]  # inputs copied first, because no kernel takes their layout
+    reason: str  # why no kernel serves, when kernel is None
+    rows: tuple[Verdict, ...]
+
+    def lines(self, title: str) -> list[str]:
+        if self.kernel is None:
+            head = f"{title}: no kernel. {self.reason}"
+        else:
+            head = (
+                f"{title}: {self.kernel}, tile {self.tile_q} x {self.tile_k}, "
+                f"{self.blocks} blocks, workspace {self.workspace_bytes} bytes"
+            )
+        lines = [head]
+        if self.copies:
+            lines.append(f"  copies first: {', '.join(self.copies)}")
+        width = max((len(row.kernel) for row in self.rows), default=0)
+        for row in self.rows:
+            verdict = "chosen" if row.chosen else row.reason or "would serve, comes later"
+            lines.append(f"  {row.kernel:<{width}}  {verdict}")
+        return lines
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Both passes of one call."""
+
+    forward: PassExplanation
+    backward: PassExplanation
+
+    def __str__(self) -> str:
+        return "\n".join(self.forward.lines("forward") + self.backward.lines("backward"))
+
+
+def _pass(answer: dict) -> PassExplanation:
+    bits = answer["copies"]
+    copies = tuple(name for bit, name in enumerate(_COPY_NAMES) if bits >> bit & 1)
+    rows = tuple(Verdict(**row) for row in answer["rows"])
+    return PassExplanation(**{**answer, "copies": copies, "rows": rows})
+
+
+def explain_call(operands, settings: tuple, deterministic: bool) -> Explanation:
+    return Explanation(*map(_pass, _C.explain(*operands, *settings, deterministic)))

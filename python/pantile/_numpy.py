@@ -1,0 +1,75 @@
+"""Attention of NumPy arrays on the CPU, forward only. Needs no torch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pantile import _C
+from pantile._options import log
+
+_NAMES = ("q", "k", "v")
+
+
+def _is_bfloat16(dtype: np.dtype) -> bool:
+    """The bfloat16 that the package ml_dtypes adds to NumPy."""
+    return dtype.name == "bfloat16" and dtype.itemsize == 2
+
+
+def _check(name: str, x: object) -> None:
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a numpy.ndarray like q")
+    native = x.dtype.isnative and x.dtype.name in ("float32", "float16")
+    if not native and not _is_bfloat16(x.dtype):
+        raise TypeError(
+            f"{name} has dtype {x.dtype}; it must be float32, float16 or bfloat16 of ml_dtypes, "
+            "in native byte order"
+        )
+
+
+def _check_lengths(name: str, x: object) -> None:
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a numpy.ndarray like q")
+    if x.dtype != np.int32:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be int32")
+
+
+def _raw(x: np.ndarray) -> np.ndarray:
+    """The view that the bindings read: bfloat16 goes as uint16, DLPack knows no strides in bytes."""
+    if any(stride % x.itemsize for stride in x.strides) or not x.flags.aligned:
+        x = np.ascontiguousarray(x)
+    return x.view(np.uint16) if _is_bfloat16(x.dtype) else x
+
+
+def prepare(q, k, v, lengths: tuple) -> list[np.ndarray]:
+    for name, x in zip(_NAMES, (q, k, v), strict=True):
+        _check(name, x)
+    for name, x in zip(
+        ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"), lengths, strict=True
+    ):
+        if x is not None:
+            _check_lengths(name, x)
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        name, x = ("k", k) if k.dtype != q.dtype else ("v", v)
+        raise TypeError(f"{name} has dtype {x.dtype}; it must have the dtype of q, {q.dtype}")
+    return [_raw(x) for x in (q, k, v)]
+
+
+def attention(q, k, v, settings, deterministic, checked, return_lse):
+    """Same arguments as pantile._ops.attention; host arrays are always checked."""
+    operands = prepare(q, k, v, settings[:4])
+    packed = settings[0] is not None
+    if q.ndim != (3 if packed else 4) or v.ndim != q.ndim:
+        _C.explain(*operands, *settings, deterministic)  # raises: names the argument and its rank
+    *rows, _ = q.shape
+    # Rows that seqused_q leaves out are never written, so outputs start as what such rows promise.
+    o = np.zeros((*rows, v.shape[-1]), dtype=q.dtype)
+    lse = None
+    if return_lse:
+        lse = np.full((*rows[:-2], rows[-1], rows[-2]), -np.inf, dtype=np.float32)
+    output = o.view(np.uint16) if _is_bfloat16(o.dtype) else o
+    while copies := _C.forward(*operands, output, lse, *settings):
+        for bit, name in enumerate(_NAMES):
+            if copies >> bit & 1:
+                log.debug("copies %s, strides %s bytes", name, operands[bit].strides)
+                operands[bit] = np.array(operands[bit], order="C", copy=True)
+    return (o, lse) if return_lse else o

@@ -1,0 +1,477 @@
+"""The torch operators ``pantile::forward`` and ``pantile::backward``.
+
+Both are ordinary dispatcher operators: kernels for CPU and CUDA, a fake kernel for tracing, an
+Autograd kernel, an Autocast kernel, a vmap rule and a FLOP formula. Plain eager calls take a short
+cut around the dispatcher that does the same work; it is taken only when nothing can be watching.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch.utils import flop_counter
+
+from pantile import _C, _runtime
+from pantile._masks import visible_pairs
+from pantile._options import log
+
+Tensor = torch.Tensor
+
+# What both operators share, in the order in which the bindings take it.
+_SETTINGS = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale, SymInt window_left, "
+    "SymInt window_right, str backend"
+)
+_SETTINGS_COUNT = 10
+_LENGTHS_COUNT = 4  # the first settings are tensors
+
+_TENSOR_NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+
+_library = torch.library.Library("pantile", "DEF")
+_library.define(
+    f"forward(Tensor q, Tensor k, Tensor v, {_SETTINGS}, bool deterministic, bool checked)"
+    " -> (Tensor o, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    f"backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
+    f" {_SETTINGS}, bool deterministic) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+forward_op = torch.ops.pantile.forward.default
+backward_op = torch.ops.pantile.backward.default
+
+_THREADS_FOLLOW = _runtime.install()
+
+
+# ---- kernels: allocate, call the bindings, copy what they cannot take
+
+
+def _copy(answer: int, operands: list[Tensor | None], names: tuple[str, ...]) -> None:
+    """Replaces the operands whose bit is set by contiguous copies."""
+    for bit, name in enumerate(names):
+        if answer >> bit & 1:
+            tensor = operands[bit]
+            log.debug("copies %s, strides %s", name, tuple(tensor.stride()))
+            operands[bit] = tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _reject(q, k, v, settings) -> None:
+    """Raises what is wrong with operands from which no output shape can be made."""
+    _C.explain(q, k, v, *settings, False)
+    raise AssertionError("unreachable: the bindings accepted operands of a wrong rank")
+
+
+def _new_outputs(q: Tensor, v: Tensor, partial: bool, wants_lse: bool):
+    """o and lse; rows that ``seqused_q`` leaves out are never written, so they are set here."""
+    *rows, head_dim = q.shape
+    head_dim_v = v.shape[-1]
+    if head_dim == head_dim_v and q.is_contiguous():
+        o = torch.empty_like(q)
+    else:
+        o = q.new_empty((*rows, head_dim_v))
+    lse = None
+    if wants_lse:
+        # [batch, seq, heads] -> [batch, heads, seq]; packed: [total, heads] -> [heads, total]
+        lse = q.new_empty((*rows[:-2], rows[-1], rows[-2]), dtype=torch.float32)
+    if partial:
+        o.zero_()
+        if wants_lse:
+            lse.fill_(-torch.inf)
+    return o, lse
+
+
+def _check_lengths(q, k, settings) -> None:
+    """The contents of cu_seqlens and seqused; waits for the GPU if they are there."""
+    lengths = [None if x is None else x.cpu() for x in settings[:_LENGTHS_COUNT]]
+    _C.check_sequences(*lengths, settings[4], settings[5], q.shape[0], k.shape[0])
+
+
+def _run_forward(q, k, v, settings, checked: bool, wants_lse: bool):
+    if not _THREADS_FOLLOW:
+        _C.set_cpu_threads(torch.get_num_threads())
+    packed = settings[0] is not None
+    rank = 3 if packed else 4
+    if q.ndim != rank or v.ndim != rank:
+        _reject(q, k, v, settings)
+    if checked and packed:
+        _check_lengths(q, k, settings)
+    o, lse = _new_outputs(q, v, settings[2] is not None, wants_lse)
+    copies = _C.forward(q, k, v, o, lse, *settings)
+    if copies:
+        operands = [q, k, v]
+        while copies:
+            _copy(copies, operands, ("q", "k", "v"))
+            copies = _C.forward(*operands, o, lse, *settings)
+    return o, lse
+
+
+def _new_gradient(x: Tensor, partial: bool) -> Tensor:
+    if partial:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic: bool):
+    if not _THREADS_FOLLOW:
+        _C.set_cpu_threads(torch.get_num_threads())
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    grads = (
+        _new_gradient(q, settings[2] is not None),
+        _new_gradient(k, settings[3] is not None),
+        _new_gradient(v, settings[3] is not None),
+    )
+    copies = _C.backward(
+        grad_o, grad_lse, q, k, v, o, lse, *grads, *settings, deterministic
+    )
+    if copies:
+        names = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
+        operands = [q, k, v, grad_o, o, lse, grad_lse]
+        while copies:
+            _copy(copies, operands, names)
+            q, k, v, grad_o, o, lse, grad_lse = operands
+            copies = _C.backward(
+                grad_o, grad_lse, q, k, v, o, lse, *grads, *settings, deterministic
+            )
+    return grads
+
+
+def _forward_kernel(q, k, v, *rest):
+    settings, (_, checked) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
+    return _run_forward(q, k, v, settings, checked, True)
+
+
+def _backward_kernel(grad_o, grad_lse, q, k, v, o, lse, *rest):
+    settings, (deterministic,) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
+    return _run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("forward", _forward_kernel, _key)
+    _library.impl("backward", _backward_kernel, _key)
+
+
+# ---- fake kernels: shapes for tracing and for the meta device
+
+
+@torch.library.register_fake("pantile::forward", lib=_library)
+def _fake_forward(q, k, v, *rest):
+    rank = 4 if rest[0] is None else 3
+    if q.ndim != rank or v.ndim != rank:
+        raise ValueError(f"q has {q.ndim} and v {v.ndim} dimensions; both must have {rank}")
+    *rows, _ = q.shape
+    o = q.new_empty((*rows, v.shape[-1]))
+    lse = q.new_empty((*rows[:-2], rows[-1], rows[-2]), dtype=torch.float32)
+    return o, lse
+
+
+@torch.library.register_fake("pantile::backward", lib=_library)
+def _fake_backward(grad_o, grad_lse, q, k, v, *_):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+# ---- autograd
+
+
+def _no_second_derivative(*_):
+    raise _C.UnsupportedError(
+        "second derivatives of attention are not implemented; do not differentiate its gradient "
+        "(create_graph=True, double backward)"
+    )
+
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+class _Attention(torch.autograd.Function):
+    """First derivatives, in eager mode and in traced graphs.
+
+    ``direct`` calls the kernels without the dispatcher, for the short cut below.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, settings, deterministic, checked, direct):
+        if direct:
+            o, lse = _run_forward(q, k, v, settings, checked, True)
+        else:
+            with _below_autograd():
+                o, lse = forward_op(q, k, v, *settings, deterministic, checked)
+        ctx.save_for_backward(q, k, v, o, lse, *settings[:_LENGTHS_COUNT])
+        ctx.settings = settings[_LENGTHS_COUNT:]
+        ctx.deterministic = deterministic
+        ctx.direct = direct
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, grad_o, grad_lse):
+        if grad_o is None and grad_lse is None:
+            return (None,) * 7
+        q, k, v, o, lse, *lengths = ctx.saved_tensors
+        settings = (*lengths, *ctx.settings)
+        if grad_o is None:
+            grad_o = torch.zeros_like(o)
+        # create_graph=True must meet the operator, whose own derivative raises.
+        if ctx.direct and not torch.is_grad_enabled() and _takes_short_cut(grad_o):
+            grads = _run_backward(
+                grad_o, grad_lse, q, k, v, o, lse, settings, ctx.deterministic
+            )
+        else:
+            grads = backward_op(
+                grad_o, grad_lse, q, k, v, o, lse, *settings, ctx.deterministic
+            )
+        return (*grads, None, None, None, None)
+
+
+class _AttentionGradient(torch.autograd.Function):
+    """Stands on the gradient's own Autograd key, so that a second derivative is never silently wrong."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        with _below_autograd():
+            return backward_op(*args)
+
+    backward = staticmethod(_no_second_derivative)
+
+
+def _forward_autograd(q, k, v, *rest):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        settings, (deterministic, checked) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
+        return _Attention.apply(q, k, v, settings, deterministic, checked, False)
+    with _below_autograd():
+        return forward_op(q, k, v, *rest)
+
+
+def _backward_autograd(*args):
+    tensors = (x for x in args[:7] if x is not None)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _AttentionGradient.apply(*args)
+    with _below_autograd():
+        return backward_op(*args)
+
+
+_library.impl("forward", _forward_autograd, "Autograd")
+_library.impl("backward", _backward_autograd, "Autograd")
+
+
+# ---- autocast: like torch's own attention, inputs take the autocast dtype
+
+
+def _register_autocast(device_type: str, key: str) -> None:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+        castable = x.is_floating_point() and x.dtype is not torch.float64
+        return x.to(dtype) if castable else x
+
+    def autocast_forward(q, k, v, *rest):
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return forward_op(cast(q, dtype), cast(k, dtype), cast(v, dtype), *rest)
+
+    _library.impl("forward", autocast_forward, key)
+
+
+_register_autocast("cpu", "AutocastCPU")
+_register_autocast("cuda", "AutocastCUDA")
+
+
+# ---- torch.func: vmap rules, and a Function in the form that its transforms demand
+
+
+def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """The mapped dimension joined with the batch."""
+    if x is None:
+        return None
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _select(x, dim: int | None, index: int):
+    return x if dim is None or not isinstance(x, Tensor) else x.select(dim, index)
+
+
+def _mapped(call, operand_count: int, info, in_dims, *args):
+    """``call(*args)`` over a mapped dimension: one call for dense tensors, a loop for packed ones."""
+    size = info.batch_size
+    if args[operand_count] is not None:  # cu_seqlens_q
+        answers = [
+            call(*(_select(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
+            for i in range(size)
+        ]
+        results = tuple(torch.stack(parts) for parts in zip(*answers, strict=True))
+    else:
+        operands = (
+            _fold(x, dim, size)
+            for x, dim in zip(args[:operand_count], in_dims[:operand_count], strict=True)
+        )
+        answer = call(*operands, *args[operand_count:])
+        results = tuple(x.unflatten(0, (size, -1)) for x in answer)
+    return results, (0,) * len(results)
+
+
+def _vmap_forward(info, in_dims, *args):
+    return _mapped(forward_op, 3, info, in_dims, *args)
+
+
+def _vmap_backward(info, in_dims, *args):
+    return _mapped(backward_op, 7, info, in_dims, *args)
+
+
+torch.library.register_vmap("pantile::forward", _vmap_forward, lib=_library)
+torch.library.register_vmap("pantile::backward", _vmap_backward, lib=_library)
+
+
+class _TransformedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(*args):
+        return backward_op(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    backward = staticmethod(_no_second_derivative)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _mapped(_TransformedGradient.apply, 7, info, in_dims, *args)
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """Only for torch.func transforms: their form of Function is three times slower to call."""
+
+    @staticmethod
+    def forward(*args):
+        return forward_op(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, *rest = inputs
+        ctx.save_for_backward(q, k, v, *output, *rest[:_LENGTHS_COUNT])
+        ctx.settings = rest[_LENGTHS_COUNT:-1]  # the gradient has no `checked`
+
+    @staticmethod
+    def backward(ctx, grad_o, grad_lse):
+        grads = _TransformedGradient.apply(grad_o, grad_lse, *ctx.saved_tensors, *ctx.settings)
+        return (*grads, *(None,) * (_SETTINGS_COUNT + 2))
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _mapped(_TransformedAttention.apply, 3, info, in_dims, *args)
+
+
+# ---- FLOPs: two products forward; five backward, of which the recomputed scores are one
+
+
+def _pairs(q, k, rest) -> int:
+    """(query row, key) pairs that the mask lets through, over batch and query heads."""
+    cu_seqlens_q, cu_seqlens_k = rest[0], rest[1]
+    left, right = rest[7], rest[8]
+    if cu_seqlens_q is None:
+        batch, seqlen_q, heads, _ = q.shape
+        return batch * heads * visible_pairs(seqlen_q, k.shape[1], left, right)
+    if cu_seqlens_q.is_meta or isinstance(cu_seqlens_q, torch._subclasses.FakeTensor):
+        lengths = [(rest[4], rest[5])] * (cu_seqlens_q.shape[0] - 1)
+    else:
+        lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
+    return q.shape[1] * sum(visible_pairs(sq, sk, left, right) for sq, sk in lengths)
+
+
+@flop_counter.register_flop_formula(torch.ops.pantile.forward, get_raw=True)
+def _forward_flops(q, k, v, *rest, out_val=None, **_) -> int:
+    return 2 * _pairs(q, k, rest) * (q.shape[-1] + v.shape[-1])
+
+
+@flop_counter.register_flop_formula(torch.ops.pantile.backward, get_raw=True)
+def _backward_flops(grad_o, grad_lse, q, k, v, o, lse, *rest, out_val=None, **_) -> int:
+    return 2 * _pairs(q, k, rest) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+# ---- the short cut of plain eager calls
+
+
+def _plain_states() -> tuple[set, set]:
+    """Dispatch keys of ordinary tensors, and of a thread in which nothing is switched on."""
+    tensors, threads = set(), set()
+
+    def look() -> None:
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                keys = torch._C._dispatch_keys(torch.empty(0, device="cpu"))
+                tensors.add(keys.raw_repr())
+                threads.add((_included().raw_repr(), _excluded().raw_repr()))
+
+    looker = threading.Thread(target=look)  # a fresh thread has the default state
+    looker.start()
+    looker.join()
+    key = torch._C.DispatchKey
+    cuda = torch._C.DispatchKeySet(key.CUDA) | torch._C.DispatchKeySet(key.AutocastCUDA)
+    tensors.add(cuda.raw_repr())  # an inference tensor
+    for name in ("ADInplaceOrView", "AutogradCUDA"):
+        cuda = cuda | torch._C.DispatchKeySet(getattr(key, name))
+    tensors.add(cuda.raw_repr())
+    return tensors, threads
+
+
+_included = torch._C._dispatch_tls_local_include_set
+_excluded = torch._C._dispatch_tls_local_exclude_set
+_keys_of = torch._C._dispatch_keys
+_is_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
+_function_modes = torch._C._len_torch_function_stack
+_profiling = torch.autograd._profiler_enabled
+_in_transform = torch._C._are_functorch_transforms_active
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_PLAIN_TENSORS, _PLAIN_THREADS = _plain_states()
+
+
+def _takes_short_cut(*tensors: Tensor) -> bool:
+    """Ordinary dense tensors, and no mode, transform, tracer, autocast or profiler at work."""
+    if _is_compiling():
+        return False
+    for x in tensors:
+        if type(x) not in _PLAIN_TYPES or _keys_of(x).raw_repr() not in _PLAIN_TENSORS:
+            return False
+    state = (_included().raw_repr(), _excluded().raw_repr())
+    return state in _PLAIN_THREADS and _function_modes() == 0 and not _profiling()
+
+
+def _check_operand(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor like q")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise ValueError(f"{name} has layout {kind}; it must be torch.strided")
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"{name} is on {x.device}; it must be on the CPU or a CUDA device")
+
+
+def prepare(q, k, v, lengths: tuple) -> tuple:
+    """The operands, after the checks that no kernel could make."""
+    for name, x in zip(_TENSOR_NAMES, (q, k, v, *lengths), strict=True):
+        if x is not None or name in ("q", "k", "v"):
+            _check_operand(name, x)
+    return q, k, v
+
+
+def attention(q, k, v, settings, deterministic, checked, return_lse):
+    """(o, lse) or o, by the shortest way that the state of torch allows."""
+    operands = (q, k, v)
+    if settings[0] is not None:
+        operands += tuple(x for x in settings[:_LENGTHS_COUNT] if x is not None)
+    if _takes_short_cut(*operands):
+        if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            o, lse = _Attention.apply(q, k, v, settings, deterministic, checked, True)
+        else:
+            o, lse = _run_forward(q, k, v, settings, checked, return_lse)
+        return (o, lse) if return_lse else o
+    if not _is_compiling():
+        prepare(q, k, v, settings[:_LENGTHS_COUNT])
+    call = forward_op
+    if not _is_compiling() and _in_transform():
+        call = _TransformedAttention.apply
+    o, lse = call(q, k, v, *settings, deterministic, checked)
+    return (o, lse) if return_lse else o
