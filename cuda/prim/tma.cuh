@@ -14,7 +14,11 @@
 
 namespace pantile::prim {
 
-// Coordinates of a tile's first element, innermost axis first.
+// Coordinates of a tile's first element, innermost axis first, in maps of four and five axes.
+struct TileOrigin4 {
+  int c0, c1, c2, c3;
+};
+
 struct TileOrigin {
   int c0, c1, c2, c3, c4;
 };
@@ -24,12 +28,31 @@ PANTILE_DEVICE void prefetch_tensor_map(const CUtensorMap* map) {
 }
 
 PANTILE_DEVICE void tma_load(void* to, const CUtensorMap* map, Mbarrier& full,
+                             const TileOrigin4& origin) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(&full)), "r"(origin.c0), "r"(origin.c1), "r"(origin.c2),
+      "r"(origin.c3)
+      : "memory");
+}
+
+PANTILE_DEVICE void tma_load(void* to, const CUtensorMap* map, Mbarrier& full,
                              const TileOrigin& origin) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(to)),
       "l"(map), "r"(shared_address(&full)), "r"(origin.c0), "r"(origin.c1), "r"(origin.c2),
       "r"(origin.c3), "r"(origin.c4)
+      : "memory");
+}
+
+PANTILE_DEVICE void tma_store(const CUtensorMap* map, const void* from,
+                              const TileOrigin4& origin) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group"
+      " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(shared_address(from)), "r"(origin.c0), "r"(origin.c1), "r"(origin.c2), "r"(origin.c3)
       : "memory");
 }
 

@@ -21,7 +21,7 @@ PANTILE_DEVICE bool elect_one() {
   return elected != 0;
 }
 
-// Returns `value`, which must be non-negative and equal in all 32 lanes, in a uniform register.
+// Returns `value`, which must be equal in all 32 lanes, in a uniform register.
 // REDUX writes a uniform register, so everything derived from the result stays on the uniform
 // datapath; ptxas takes a value read from shared memory for divergent and would move each wgmma
 // descriptor derived from it with R2UR instead (measured: 4-6 % of the forward at head dim 128).

@@ -1,0 +1,492 @@
+// Attention forward on Hopper: O = softmax(Q K^T * scale) V, LSE, in one persistent kernel.
+//
+// A block works through tiles of 64 rows for each of its math warpgroups; a step is one tile of
+// keys, from the last one down. Shared memory (storage.cuh) and its owners:
+//   Q   two buffers (or one)  written by the loader    read by the math warpgroups
+//   K,V two stages each       written by the loader    read by the math warpgroups; V also by guards
+//   O   in Q's place (or V's) written by the math      read by the storer
+//
+// One warpgroup's step; its products overlap the softmax of the other warpgroups, and its own:
+//   1. wait for its turn; issue S = Q K^T of this step        (S: registers, fresh)
+//   2. issue O += P V of the step before                      (P, O: registers)
+//   3. pass the turn on; wait for S; free the stage of K; mask S if this tile needs it
+//   4. raise the row maxima; the early part of P = exp2(S - max)
+//   5. wait for the next K (this also keeps the next wait where it is: ptxas moves it up over the
+//      exponentials unless a basic block ends here) and for O; free the stage of V
+//   6. rescale O if a maximum grew much; the rest of P; convert P to 16 bits
+// Between two tiles the pipeline runs on: step 1 of the next tile's first step goes with step 2 of
+// the last one, then O is divided by the row sums, written to shared memory and stored by TMA.
+//
+// More in docs/hopper.md: tile shapes, budgets, what was measured and what was rejected.
+#pragma once
+
+#include "attn/mask.cuh"
+#include "attn/softmax.cuh"
+#include "hopper/forward_guard.cuh"
+#include "hopper/forward_load.cuh"
+#include "hopper/forward_store.cuh"
+#include "hopper/roles.cuh"
+#include "hopper/storage.cuh"
+#include "prim/matrix.cuh"
+#include "prim/named_barrier.cuh"
+#include "prim/registers.cuh"
+#include "prim/wgmma.cuh"
+#include "tile/fragment.cuh"
+
+namespace pantile::hopper {
+
+template <ForwardConfig kConfig, DType kDType, MaskKind kMask>
+class MathWarpgroup {
+ public:
+  PANTILE_DEVICE MathWarpgroup(ForwardStorage<kConfig>& storage, const ForwardParams& params,
+                               int group, int warp)
+      : s_(storage), p_(params), group_(group), warp_(warp), lane_(prim::lane_index()) {
+    q_descriptor_ = prim::descriptor(prim::shared_address(s_.q[0][group]));
+    k_descriptor_ = prim::descriptor(prim::shared_address(s_.k[0]));
+    v_descriptor_ = prim::descriptor(prim::shared_address(s_.v[0]), kConfig.v_tile().panel_bytes());
+  }
+
+  PANTILE_DEVICE void run() {
+    if (group_ == 0) {
+      prim::barrier_arrive(Barriers::turn(0), Barriers::kTurnThreads);
+    }
+    prim::wait(s_.q_full[0], 0);
+    take_tile();
+    if (visit_end_ > 0) {
+      first_step();
+      while (true) {
+        remaining_steps();
+        if (!(kTwoQ ? next_tile_overlapped() : next_tile())) {
+          break;
+        }
+      }
+    }
+    say_goodbye();
+  }
+
+ private:
+  static constexpr int kTileK = kConfig.tile_k;
+  static constexpr int kDim = kConfig.head_dim;
+  static constexpr int kDimV = kConfig.head_dim_v;
+  static constexpr int kStages = ForwardConfig::kStages;
+  static constexpr int kGroups = kConfig.math_warpgroups;
+  static constexpr int kTileQ = kConfig.tile_q();
+  static constexpr bool kTwoQ = kConfig.output == OutputPlace::in_q;
+  static constexpr int kColumnGroups = kTileK / 8;
+  // Whole A fragments of P, which are two groups of 8 columns.
+  static constexpr int kEarly = kConfig.early_quarters * (kTileK / 16) / 4 * 2;
+  using Barriers = MathBarriers<kGroups>;
+  static constexpr prim::Major kMajorK = prim::Major::k;
+  static constexpr prim::Major kMajorMN = prim::Major::mn;
+
+  // ---- tiles
+
+  PANTILE_DEVICE const TileInfo& info(std::uint32_t tile) const {
+    return s_.tiles[buffer_of<ForwardConfig::kTiles>(tile)];
+  }
+
+  PANTILE_DEVICE void take_tile() {
+    const TileInfo& next = info(tile_);
+    row0_ = prim::uniform(next.row0);
+    visit_end_ = prim::uniform(next.visit_end);
+    full_end_ = prim::uniform(next.full_end);
+    if constexpr (kMask == MaskKind::full) {
+      keys_ = prim::uniform(next.keys);
+    } else {
+      shift_ = prim::uniform(next.shift);
+    }
+    if constexpr (kMask == MaskKind::window) {
+      keys_ = prim::uniform(next.keys);
+      visit_begin_ = prim::uniform(next.visit_begin);
+      full_begin_ = prim::uniform(next.full_begin);
+    }
+  }
+
+  // First key tile of the current tile; only windows start later than at key 0.
+  PANTILE_DEVICE int visit_begin() const { return kMask == MaskKind::window ? visit_begin_ : 0; }
+
+  // ---- products
+
+  PANTILE_DEVICE void issue_scores() {
+    const std::uint32_t k =
+        k_descriptor_ + stage_offset(buffer_of<kStages>(use_), kConfig.k_tile().bytes());
+    const std::uint32_t q =
+        q_descriptor_ + stage_offset(q_buffer_, kGroups * kConfig.q_tile().bytes());
+    prim::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      const int inside = step % 4 * 32;
+      const std::uint32_t a =
+          q + prim::descriptor_step(step / 4 * kConfig.q_tile().panel_bytes() + inside);
+      const std::uint32_t b =
+          k + prim::descriptor_step(step / 4 * kConfig.k_tile().panel_bytes() + inside);
+      if (step == 0) {
+        prim::wgmma_ss_write<kDType, kMajorK, kMajorK>(S, a, b);
+      } else {
+        prim::wgmma_ss<kDType, kMajorK, kMajorK>(S, a, b);
+      }
+    }
+    prim::wgmma_commit();
+  }
+
+  PANTILE_DEVICE void issue_output(std::uint32_t use) {
+    const std::uint32_t v =
+        v_descriptor_ + stage_offset(buffer_of<kStages>(use), kConfig.v_tile().bytes());
+    prim::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTileK / 16; ++step) {
+      prim::wgmma_rs<kDType, kMajorMN>(
+          O, P[step], v + prim::descriptor_step(step * 16 * tile::kPanelRowBytes),
+          step == 0 ? o_started_ : 1);
+    }
+    prim::wgmma_commit();
+  }
+
+  PANTILE_DEVICE static std::uint32_t stage_offset(int stage, int bytes) {
+    return static_cast<std::uint32_t>(prim::uniform((stage * bytes) >> 4));
+  }
+
+  // ---- waiting and releasing
+
+  PANTILE_DEVICE void wait_k(std::uint32_t use) {
+    prim::wait(s_.k_full[buffer_of<kStages>(use)], parity_of<kStages>(use));
+  }
+
+  PANTILE_DEVICE void wait_v(std::uint32_t use) {
+    prim::Mbarrier* barriers = v_guarded_ ? s_.v_ready : s_.v_full;
+    prim::wait(barriers[buffer_of<kStages>(use)], parity_of<kStages>(use));
+  }
+
+  PANTILE_DEVICE void release(prim::Mbarrier& barrier) {
+    if (lane_ == 0) {
+      prim::arrive(barrier);
+    }
+  }
+
+  PANTILE_DEVICE void take_turn() {
+    prim::barrier_sync(Barriers::turn(group_), Barriers::kTurnThreads);
+  }
+
+  PANTILE_DEVICE void pass_turn() {
+    prim::barrier_arrive(Barriers::turn(Barriers::next(group_)), Barriers::kTurnThreads);
+  }
+
+  // ---- softmax
+
+  // Hides what the mask hides in the scores of key tile `key_tile`.
+  PANTILE_DEVICE void mask(int key_tile) {
+    const int column0 = key_tile * kTileK + tile::fragment_column(lane_);
+    if constexpr (kMask == MaskKind::full) {
+      const int end = keys_ - column0;
+      attn::mask_from(S, {end, end});
+    } else {
+      const int position = row0_ + shift_ + group_ * kRowsPerWarpgroup +
+                           tile::fragment_row(warp_, lane_) - column0;
+      if constexpr (kMask == MaskKind::causal) {
+        attn::mask_from(S, {position + 1, position + 9});
+      } else {
+        const int end = keys_ - column0;
+        attn::mask_outside(S, {position - p_.window_left, position + 8 - p_.window_left},
+                           {min(end, position + p_.window_right + 1),
+                            min(end, position + p_.window_right + 9)});
+      }
+    }
+  }
+
+  // Is the first tile visited one that needs the mask? Under a causal mask it nearly always is.
+  PANTILE_DEVICE bool first_is_masked() const {
+    return kMask != MaskKind::full || visit_end_ > full_end_;
+  }
+
+  template <bool kFirst>
+  PANTILE_DEVICE void early_softmax() {
+    softmax_.template raise_max<kFirst>(S, p_.scale_log2);
+    softmax_.template exponentiate<0, kEarly>(S, p_.scale_log2);
+    if constexpr (kEarly == kColumnGroups) {
+      softmax_.template add_sums<kFirst>();
+    }
+    prim::pin(S);
+  }
+
+  template <bool kFirst>
+  PANTILE_DEVICE void late_softmax() {
+    if constexpr (kEarly < kColumnGroups) {
+      softmax_.template exponentiate<kEarly, kColumnGroups>(S, p_.scale_log2);
+      softmax_.template add_sums<kFirst>();
+    }
+    tile::accumulator_to_operand<kDType>(P, S);
+  }
+
+  // ---- steps
+
+  // The first step of a tile that no other tile's last step can hide.
+  PANTILE_DEVICE void first_step() {
+    wait_k(use_);
+    issue_scores();
+    prim::wgmma_wait<0>();
+    prim::pin(S);
+    release(s_.k_empty[buffer_of<kStages>(use_)]);
+    if (!kTwoQ && visit_end_ - visit_begin() == 1) {
+      release(s_.q_empty[0]);
+    }
+    begin_tile();
+    early_softmax<true>();
+    late_softmax<true>();
+    if (visit_end_ - visit_begin() > 1) {
+      wait_k(use_ + 1);
+    }
+  }
+
+  // After the scores of a tile's first step.
+  PANTILE_DEVICE void begin_tile() {
+    o_started_ = 0;
+    v_guarded_ = kMask != MaskKind::full || (p_.guarded && first_is_masked());
+    if (first_is_masked()) {
+      mask(visit_end_ - 1);
+    }
+  }
+
+  template <bool kMasked>
+  PANTILE_DEVICE void step(int key_tile) {
+    const std::uint32_t before = use_++;  // the use of V that is still to be multiplied
+    take_turn();
+    issue_scores();
+    wait_v(before);
+    issue_output(before);
+    o_started_ = 1;
+    v_guarded_ = kMasked;
+    pass_turn();
+    prim::wgmma_wait<1>();
+    prim::pin(S);
+    release(s_.k_empty[buffer_of<kStages>(use_)]);
+    if (!kTwoQ && key_tile == visit_begin()) {
+      release(s_.q_empty[0]);
+    }
+    if constexpr (kMasked) {
+      mask(key_tile);
+    }
+    early_softmax<false>();
+    if (key_tile > visit_begin()) {
+      wait_k(use_ + 1);
+    }
+    prim::wgmma_wait<0>();
+    prim::pin(O);
+    release(s_.v_empty[buffer_of<kStages>(before)]);
+    if constexpr (kEarly < kColumnGroups) {
+      softmax_.rescale(O);
+      late_softmax<false>();
+    } else {
+      late_softmax<false>();
+      softmax_.rescale(O);
+    }
+  }
+
+  // All steps of a tile but the first: masked, unmasked, and for windows masked again.
+  PANTILE_DEVICE void remaining_steps() {
+    int key_tile = visit_end_ - 2;
+    if constexpr (kMask != MaskKind::full) {
+#pragma unroll 1
+      for (; key_tile >= full_end_; --key_tile) {
+        step<true>(key_tile);
+      }
+    }
+    const int full_begin = kMask == MaskKind::window ? full_begin_ : 0;
+#pragma unroll 1
+    for (; key_tile >= full_begin; --key_tile) {
+      step<false>(key_tile);
+    }
+    if constexpr (kMask == MaskKind::window) {
+#pragma unroll 1
+      for (; key_tile >= visit_begin_; --key_tile) {
+        step<true>(key_tile);
+      }
+    }
+  }
+
+  // ---- borders of tiles
+
+  // With two Q buffers: the last product of this tile runs with the first one of the next. False
+  // when there is no next tile.
+  PANTILE_DEVICE bool next_tile_overlapped() {
+    const int finished_buffer = q_buffer_;
+    const std::uint32_t before = use_++;
+    ++tile_;
+    q_buffer_ = buffer_of<2>(tile_);
+    prim::wait(s_.q_full[q_buffer_], parity_of<2>(tile_));
+    take_tile();
+    if (visit_end_ == 0) {
+      wait_v(before);
+      issue_output(before);
+      prim::wgmma_wait<0>();
+      prim::pin(O);
+      prim::barrier_sync(Barriers::warpgroup(group_), kWarpgroupThreads);
+      write_output(tile_ - 1, finished_buffer, softmax_.row_max, softmax_.row_sum);
+      return false;
+    }
+    wait_k(use_);
+    take_turn();  // also: all warps of this group are past their last product with the old Q
+    issue_scores();
+    wait_v(before);
+    issue_output(before);
+    pass_turn();
+    prim::wgmma_wait<1>();
+    prim::pin(S);
+    release(s_.k_empty[buffer_of<kStages>(use_)]);
+    const float row_max[2] = {softmax_.row_max[0], softmax_.row_max[1]};
+    const float row_sum[2] = {softmax_.row_sum[0], softmax_.row_sum[1]};
+    begin_tile();
+    early_softmax<true>();
+    if (visit_end_ - visit_begin() > 1) {
+      wait_k(use_ + 1);
+    }
+    prim::wgmma_wait<0>();
+    prim::pin(O);
+    release(s_.v_empty[buffer_of<kStages>(before)]);
+    late_softmax<true>();
+    write_output(tile_ - 1, finished_buffer, row_max, row_sum);
+    return true;
+  }
+
+  // With one Q buffer.
+  PANTILE_DEVICE bool next_tile() {
+    wait_v(use_);
+    issue_output(use_);
+    prim::wgmma_wait<0>();
+    prim::pin(O);
+    release(s_.v_empty[buffer_of<kStages>(use_)]);
+    // O goes where V is: all warps must be past their last product.
+    prim::barrier_sync(Barriers::all_math(), kGroups * kWarpgroupThreads);
+    write_output(tile_, 0, softmax_.row_max, softmax_.row_sum);
+    ++use_;
+    ++tile_;
+    prim::wait(s_.q_full[0], parity_of<1>(tile_));
+    take_tile();
+    if (visit_end_ == 0) {
+      return false;
+    }
+    first_step();
+    return true;
+  }
+
+  // Divides O by the row sums, writes it to shared memory and the LSE to global memory.
+  PANTILE_DEVICE void write_output(std::uint32_t tile, int buffer, const float (&row_max)[2],
+                                   const float (&row_sum)[2]) {
+    const TileInfo& done = info(tile);
+    float inverse[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float sum = tile::quad_sum(row_sum[i]);
+      inverse[i] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+      const int row =
+          done.row0 + group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_) + 8 * i;
+      if (p_.lse != nullptr && (lane_ & 3) == 0 && row < done.rows) {
+        p_.lse[done.batch * p_.lse_batch + done.head * p_.lse_head + done.q_row + row] =
+            sum == 0.0f ? attn::kMaskedScore : row_max[i] * p_.scale + __logf(sum);
+      }
+    }
+    const std::uint32_t to = prim::shared_address(s_.o_tile(buffer, group_));
+    // 16 rows x 16 columns at a time; lane l gives the address of row l % 16, half l / 16.
+    const int row = warp_ * 16 + (lane_ & 15);
+#pragma unroll
+    for (int j = 0; j < kDimV / 16; ++j) {
+      const int column = 16 * j + lane_ / 16 * 8;
+      prim::store_matrix_x4(to + kConfig.o_tile().offset(row, column),
+                            prim::pack<kDType>(O[8 * j] * inverse[0], O[8 * j + 1] * inverse[0]),
+                            prim::pack<kDType>(O[8 * j + 2] * inverse[1], O[8 * j + 3] * inverse[1]),
+                            prim::pack<kDType>(O[8 * j + 4] * inverse[0], O[8 * j + 5] * inverse[0]),
+                            prim::pack<kDType>(O[8 * j + 6] * inverse[1], O[8 * j + 7] * inverse[1]));
+    }
+    prim::fence_async_proxy();
+    __syncwarp();
+    release(s_.o_full[kTwoQ ? buffer : 0]);
+  }
+
+  // Tells the storer to look at the last description. With one buffer of O, the storer must have
+  // seen the last tile first: a phase that completes unseen would hide the next one.
+  PANTILE_DEVICE void say_goodbye() {
+    if (!kTwoQ && tile_ > 0) {
+      prim::wait(s_.o_empty, parity_of<1>(tile_ - 1));
+    }
+    __syncwarp();
+    release(s_.o_full[kTwoQ ? q_buffer_ : 0]);
+  }
+
+  ForwardStorage<kConfig>& s_;
+  const ForwardParams& p_;
+  int group_, warp_, lane_;  // math warpgroup, warp in it, lane
+  std::uint32_t q_descriptor_, k_descriptor_, v_descriptor_;
+
+  float O[kDimV / 2];
+  float S[kTileK / 2];
+  std::uint32_t P[kTileK / 16][4];
+  attn::OnlineSoftmax<kTileK / 2> softmax_;
+
+  std::uint32_t use_ = 0;   // of the rings of K and V
+  std::uint32_t tile_ = 0;  // counts tiles
+  int q_buffer_ = 0;
+  int o_started_ = 0;       // 0: the next product overwrites O
+  bool v_guarded_ = false;  // the next V to be multiplied waits for the guard
+
+  int row0_, shift_ = 0, keys_ = 0, visit_begin_ = 0, visit_end_, full_begin_ = 0, full_end_;
+};
+
+template <ForwardConfig kConfig>
+PANTILE_DEVICE void init_barriers(ForwardStorage<kConfig>& s, const ForwardParams& p) {
+  constexpr int kMathWarps = 4 * kConfig.math_warpgroups;
+  for (int i = 0; i < 2; ++i) {
+    prim::init(s.q_full[i], 1);
+    prim::init(s.q_empty[i], kConfig.output == OutputPlace::in_q ? 1 : kMathWarps);
+    prim::init(s.o_full[i], kMathWarps);
+  }
+  prim::init(s.o_empty, 1);
+  for (int i = 0; i < ForwardConfig::kStages; ++i) {
+    prim::init(s.k_full[i], 1);
+    prim::init(s.k_empty[i], kMathWarps);
+    prim::init(s.v_full[i], 1);
+    prim::init(s.v_empty[i], kMathWarps + (p.guarded ? kGuardWarps : 0));
+    prim::init(s.v_ready[i], kGuardWarps);
+  }
+  for (int i = 0; i < ForwardConfig::kTiles; ++i) {
+    s.needs_repair[i] = 0;
+  }
+  prim::fence_mbarrier_init();
+}
+
+template <ForwardConfig kConfig, DType kDType, MaskKind kMask>
+__global__ void __launch_bounds__(kConfig.threads(), 1)
+    forward_kernel(const __grid_constant__ ForwardMaps maps,
+                   const __grid_constant__ ForwardParams params) {
+  static_assert(sizeof(ForwardStorage<kConfig>) + tile::kTileAlignment <= kConfig.shared_bytes());
+  extern __shared__ unsigned char shared[];
+  const std::uint32_t misaligned = prim::shared_address(shared) % tile::kTileAlignment;
+  auto& storage = *reinterpret_cast<ForwardStorage<kConfig>*>(
+      shared + (tile::kTileAlignment - misaligned) % tile::kTileAlignment);
+  const int warp = prim::uniform(static_cast<int>(threadIdx.x) / 32);
+  if (threadIdx.x == 0) {
+    init_barriers<kConfig>(storage, params);
+  }
+  __syncthreads();
+
+  if (warp < 4) {
+    prim::shrink_registers<kConfig.producer_registers()>();
+    switch (static_cast<HelperWarp>(warp)) {
+      case HelperWarp::load:
+        if (prim::elect_one()) {
+          Loader<kConfig>(storage, maps, params).run();
+        }
+        break;
+      case HelperWarp::store: Storer<kConfig, kDType>(storage, maps, params).run(); break;
+      case HelperWarp::guard0:
+      case HelperWarp::guard1:
+        if (params.guarded) {
+          Guard<kConfig, kDType>(storage, warp - static_cast<int>(HelperWarp::guard0)).run();
+        }
+        break;
+    }
+  } else {
+    prim::grow_registers<kConfig.math_registers()>();
+    MathWarpgroup<kConfig, kDType, kMask>(storage, params, warp / 4 - 1, warp % 4).run();
+  }
+}
+
+}  // namespace pantile::hopper

@@ -1,0 +1,155 @@
+// Keeps what a row does not attend to out of its output. P is exactly 0 there, but 0 * NaN and
+// 0 * Inf are NaN, so a non-finite value in an unattended row of V would spoil the product.
+//
+// 1. Rows of V past the end of a sequence (a neighbour in a packed tensor, the unused part of a
+//    cache) are set to zero. TMA has done so already where the tensor itself ends.
+// 2. A tile on the edge of a mask is attended to by some of the rows only. Its non-finite values,
+//    if it has any, are set to zero before the product...
+// 3. ...and, once the tile of O lies finished in shared memory, added to those rows that do attend
+//    to them. Other rows come out bit for bit as if the values had been finite.
+//
+// Tiles of V in which all rows see all keys need nothing: there, non-finite values propagate by
+// themselves. Cost: two otherwise idle warps read each tile on a mask edge once.
+#pragma once
+
+#include "core/geometry.h"
+#include "hopper/storage.cuh"
+#include "prim/nonfinite.cuh"
+#include "prim/tma.cuh"
+#include "prim/warp.cuh"
+
+namespace pantile::hopper {
+
+template <ForwardConfig kConfig, DType kDType>
+class Guard {
+ public:
+  PANTILE_DEVICE Guard(ForwardStorage<kConfig>& storage, int guard)
+      : s_(storage), thread_(guard * 32 + prim::lane_index()) {}
+
+  PANTILE_DEVICE void run() {
+    for (std::uint32_t use = 0;; ++use) {
+      const int stage = buffer_of<kStages>(use);
+      prim::wait(s_.v_full[stage], parity_of<kStages>(use));
+      const GuardOrder order = s_.guard_orders[stage];
+      if (order.keep_rows < 0) {
+        return;
+      }
+      if (order.keep_rows < kConfig.tile_k) {
+        clear_rows(stage, order.keep_rows);
+      }
+      if (order.scan) {
+        scan(stage, order.tile);
+      }
+      __syncwarp();
+      if (prim::lane_index() == 0) {
+        prim::arrive(s_.v_ready[stage]);
+        prim::arrive(s_.v_empty[stage]);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kStages = ForwardConfig::kStages;
+  static constexpr int kThreads = 32 * kGuardWarps;
+  static constexpr int kChunks = kConfig.v_tile().bytes() / core::kChunkBytes;
+  static constexpr int kUnroll = kChunks % (kThreads * 4) == 0 ? 4 : 2;
+  static_assert(kChunks % (kThreads * kUnroll) == 0);
+
+  PANTILE_DEVICE uint4& chunk(int stage, int index) {
+    return reinterpret_cast<uint4*>(s_.v[stage])[index];
+  }
+
+  // A panel's rows are contiguous, so the swizzle inside a row does not matter here. Each thread
+  // always works on the same chunks: the guards need no barrier between them.
+  PANTILE_DEVICE void clear_rows(int stage, int first_row) {
+    constexpr int kRowChunks = tile::kPanelRowBytes / core::kChunkBytes;
+    constexpr int kPanelChunks = kConfig.tile_k * kRowChunks;
+    static_assert(kPanelChunks % kThreads == 0);
+#pragma unroll 1
+    for (int i = thread_; i < kChunks; i += kThreads) {
+      if (i % kPanelChunks >= first_row * kRowChunks) {
+        chunk(stage, i) = uint4{0, 0, 0, 0};
+      }
+    }
+    prim::fence_async_proxy();
+  }
+
+  PANTILE_DEVICE void scan(int stage, int tile) {
+    prim::NonFiniteScan<kDType> found;
+#pragma unroll 1
+    for (int i = thread_; i < kChunks; i += kThreads * kUnroll) {
+      uint4 loaded[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        loaded[u] = chunk(stage, i + u * kThreads);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        found.add(loaded[u]);
+      }
+    }
+    if (found.any()) {
+      replace(stage);
+      s_.needs_repair[tile] = 1;
+    }
+  }
+
+  PANTILE_DEVICE void replace(int stage) {
+#pragma unroll 1
+    for (int i = thread_; i < kChunks; i += kThreads) {
+      uint4 values = chunk(stage, i);
+      values.x = prim::zero_nonfinite<kDType>(values.x);
+      values.y = prim::zero_nonfinite<kDType>(values.y);
+      values.z = prim::zero_nonfinite<kDType>(values.z);
+      values.w = prim::zero_nonfinite<kDType>(values.w);
+      chunk(stage, i) = values;
+    }
+    prim::fence_async_proxy();
+  }
+
+  ForwardStorage<kConfig>& s_;
+  int thread_;
+};
+
+// Adds to the finished tile of O the non-finite values of V that the guard took out. One warp; rare
+// and slow. Lanes share the columns.
+template <ForwardConfig kConfig, DType kDType>
+PANTILE_DEVICE void repair(ForwardStorage<kConfig>& s, const ForwardParams& p, const TileInfo& info,
+                           int buffer) {
+  const core::Mask mask{info.rows, info.keys, p.window_left, p.window_right};
+  const int row_end = core::min_of(info.row0 + kConfig.tile_q(), info.rows);
+  const auto* v = static_cast<const std::uint16_t*>(p.v) + info.batch * p.v_strides.batch +
+                  info.k_row * p.v_strides.seq + info.head / p.group * p.v_strides.head;
+#pragma unroll 1
+  for (int key_tile = info.visit_begin; key_tile < info.visit_end; ++key_tile) {
+    if (key_tile >= info.full_begin && key_tile < info.full_end) {
+      continue;
+    }
+    const int key_end = core::min_of((key_tile + 1) * kConfig.tile_k, info.keys);
+#pragma unroll 1
+    for (int key = key_tile * kConfig.tile_k; key < key_end; ++key) {
+#pragma unroll 1
+      for (int column = prim::lane_index(); column < p.head_dim_v; column += 32) {
+        const std::uint16_t bits = v[key * p.v_strides.seq + column];
+        if (!prim::is_nonfinite<kDType>(bits)) {
+          continue;
+        }
+        const core::Span seen_by = core::visible_rows(mask, key);
+        const int first = core::max_of(seen_by.begin, info.row0);
+        const int last = core::min_of(seen_by.end, row_end);
+#pragma unroll 1
+        for (int row = first; row < last; ++row) {
+          const int local = row - info.row0;
+          auto* o = reinterpret_cast<std::uint16_t*>(
+              s.o_tile(buffer, local / kRowsPerWarpgroup) +
+              kConfig.o_tile().offset(local % kRowsPerWarpgroup, column));
+          *o = prim::add_16bit<kDType>(*o, bits);
+        }
+      }
+    }
+  }
+  prim::fence_async_proxy();
+  __syncwarp();
+}
+
+}  // namespace pantile::hopper

@@ -1,0 +1,97 @@
+// The storer of the Hopper forward: one warp that sends finished tiles of O from shared to global
+// memory and then frees their place.
+#pragma once
+
+#include "hopper/forward_guard.cuh"
+#include "hopper/storage.cuh"
+#include "prim/tma.cuh"
+#include "prim/warp.cuh"
+
+namespace pantile::hopper {
+
+template <ForwardConfig kConfig, DType kDType>
+class Storer {
+ public:
+  PANTILE_DEVICE Storer(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
+                        const ForwardParams& params)
+      : s_(storage), maps_(maps), p_(params) {}
+
+  PANTILE_DEVICE void run() {
+    const bool leader = prim::elect_one();
+    for (std::uint32_t tile = 0;; ++tile) {
+      const int buffer = kTwoQ ? buffer_of<2>(tile) : 0;
+      prim::wait(s_.o_full[buffer], kTwoQ ? parity_of<2>(tile) : parity_of<1>(tile));
+      const int ring = buffer_of<ForwardConfig::kTiles>(tile);
+      const TileInfo& info = s_.tiles[ring];
+      if (info.visit_end == 0) {
+        break;
+      }
+      if (p_.guarded && s_.needs_repair[ring] != 0) {
+        repair<kConfig, kDType>(s_, p_, info, buffer);
+        s_.needs_repair[ring] = 0;
+      }
+      store_tile(info, buffer, leader);
+      __syncwarp();
+      if (leader) {
+        prim::bulk_commit();
+        prim::bulk_wait_read<0>();
+        prim::arrive(kTwoQ ? s_.q_empty[buffer] : s_.o_empty);
+      }
+    }
+    if (leader) {
+      prim::bulk_wait<0>();
+    }
+  }
+
+ private:
+  static constexpr bool kTwoQ = kConfig.output == OutputPlace::in_q;
+
+  PANTILE_DEVICE void store_tile(const TileInfo& info, int buffer, bool leader) {
+    for (int group = 0; group < kConfig.math_warpgroups; ++group) {
+      const int row0 = info.row0 + group * kRowsPerWarpgroup;
+      const int rows = info.rows - row0;
+      if (rows <= 0) {
+        return;
+      }
+      if (p_.clipped || rows >= kRowsPerWarpgroup) {
+        if (leader) {
+          store_whole(info, s_.o_tile(buffer, group), info.q_row + row0);
+        }
+      } else {
+        store_rows(info, s_.o_tile(buffer, group), info.q_row + row0, rows);
+      }
+    }
+  }
+
+  PANTILE_DEVICE void store_whole(const TileInfo& info, const unsigned char* from, int row) {
+#pragma unroll
+    for (int panel = 0; panel < kConfig.o_tile().panels(); ++panel) {
+      prim::tma_store(&maps_.o, from + panel * kConfig.o_tile().panel_bytes(),
+                      prim::TileOrigin4{panel * tile::kPanelColumns, row, info.head,
+                                        info.batch * p_.o_steps.batch});
+    }
+  }
+
+  // The last rows of a sequence that the next one follows in memory.
+  PANTILE_DEVICE void store_rows(const TileInfo& info, const unsigned char* from, int row,
+                                 int rows) {
+    constexpr int kRowChunks = kConfig.head_dim_v / tile::kChunkColumns;
+    auto* to = static_cast<std::uint16_t*>(p_.o) + info.batch * p_.o_strides.batch +
+               info.head * p_.o_strides.head + row * p_.o_strides.seq;
+#pragma unroll 1
+    for (int i = prim::lane_index(); i < rows * kRowChunks; i += 32) {
+      const int r = i / kRowChunks;
+      const int column = i % kRowChunks * tile::kChunkColumns;
+      if (column < p_.head_dim_v) {
+        *reinterpret_cast<uint4*>(to + r * p_.o_strides.seq + column) =
+            *reinterpret_cast<const uint4*>(from + kConfig.o_tile().offset(r, column));
+      }
+    }
+  }
+
+  ForwardStorage<kConfig>& s_;
+  const ForwardMaps& maps_;
+  const ForwardParams& p_;
+};
+
+}  // namespace pantile::hopper

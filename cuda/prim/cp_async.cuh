@@ -1,0 +1,31 @@
+// cp.async: 16-byte copies from global to shared memory that pass by the registers and complete in
+// groups. A thread sees its own copies after waiting for their group; other threads see them after
+// a barrier behind that wait. PTX ISA, "Data Movement and Conversion Instructions: cp.async".
+#pragma once
+
+#include <cstdint>
+
+#include "prim/address.cuh"
+
+namespace pantile::prim {
+
+// Both addresses are multiples of 16 bytes. Each copy also asks L2 for the whole 128-byte line.
+PANTILE_DEVICE void copy_async_16(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+
+// Writes 16 zero bytes, without reading `from`, unless `exists`.
+PANTILE_DEVICE void copy_async_16_or_zero(std::uint32_t to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(exists ? 16 : 0));
+}
+
+PANTILE_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Returns when at most the `kNewest` last groups of this thread may still be in flight.
+template <int kNewest>
+PANTILE_DEVICE void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
+}
+
+}  // namespace pantile::prim
