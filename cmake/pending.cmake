@@ -2,7 +2,10 @@
 # its file exists.
 set(_pending "#include \"backend.h\"\n#include \"cpu/backend.h\"\n#include \"hopper/plan.h\"\nnamespace pantile {\n")
 set(_no "{ return Status::error(StatusCode::unavailable, \"not in the tree yet\"); }\n")
-if(NOT EXISTS ${PROJECT_SOURCE_DIR}/cpp/cpu/sources.cmake)
+set(_cpu ${PROJECT_SOURCE_DIR}/cpp/cpu)
+if(NOT (EXISTS ${_cpu}/sources.cmake AND EXISTS ${_cpu}/backend.cc AND EXISTS ${_cpu}/reference.cc
+    AND EXISTS ${_cpu}/isa/kernels.cc))
+  set(PANTILE_PENDING_CPU ON)
   string(APPEND _pending "void set_parallel_for(ParallelFor) {}\nnamespace cpu {\n"
     "CpuIsa detect_isa() { return CpuIsa::baseline; }\n"
     "Status accept_forward(const KernelInfo&, const ForwardProblem&, const DeviceProps&) ${_no}"

@@ -1,0 +1,94 @@
+"""The committed budget of the compiled kernels, tools/kernel_budget.json, and how figures are held to it.
+
+Two reports share the file: `ptxas` (kernel_report.py) and `sass` (sass_report.py). An entry is one
+line, so that a change of a kernel shows in review as one changed line.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+Figures = dict[str, Any]
+BUDGET = pathlib.Path(__file__).with_name("kernel_budget.json")
+
+
+def load(path: pathlib.Path = BUDGET) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {"nvcc": "", "ptxas": {}, "sass": {}}
+
+
+def save(section: str, nvcc: str, entries: dict[str, Figures], path: pathlib.Path = BUDGET) -> None:
+    """Replaces one section and writes the file, one entry a line, sorted."""
+    budget = load(path)
+    budget["nvcc"] = nvcc
+    budget[section] = entries
+    parts = [f'  "nvcc": {json.dumps(budget["nvcc"])}']
+    for name in ("ptxas", "sass"):
+        lines = [f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(budget[name].items())]
+        parts.append(f'  "{name}": {{\n' + ",\n".join(lines) + "\n  }")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def build_fact(build: pathlib.Path, name: str) -> str:
+    """One string of the build's own description, generated/build_info.h."""
+    text = (build / "generated" / "build_info.h").read_text()
+    found = re.search(rf'"{name}": "([^"]*)"', text)
+    if not found:
+        raise SystemExit(f"{build}/generated/build_info.h does not say {name}")
+    return found[1]
+
+
+def nvcc_release(build: pathlib.Path) -> str:
+    """Major and minor version of the build's nvcc: figures of different releases differ."""
+    return ".".join(build_fact(build, "nvcc").split(".")[:2])
+
+
+def row_names(build: pathlib.Path) -> list[str]:
+    """The rows of cuda/kernels.def that this build compiled."""
+    text = (build / "generated" / "kernel_rows.inc").read_text()
+    return re.findall(r"^PANTILE_KERNEL_ROW\((\w+),", text, re.M)
+
+
+def kernel_name(mangled: str) -> str:
+    """The last identifier of a mangled function name: _ZN7pantile6hopper7forwardI...  ->  forward."""
+    rest = re.sub(r"^_ZN?K?", "", mangled)
+    name = mangled
+    while match := re.match(r"\d+", rest):
+        length = int(match[0])
+        name = rest[match.end() : match.end() + length]
+        rest = rest[match.end() + length :]
+    return name
+
+
+def compare(
+    section: str,
+    nvcc: str,
+    found: dict[str, Figures],
+    worse: Callable[[Figures, Figures], list[str]],
+) -> list[str]:
+    """What is wrong: kernels the budget does not list, listed kernels that are gone, and figures
+    that `worse(found, budgeted)` names. Figures of another nvcc release are not compared."""
+    budget = load()
+    if budget["nvcc"] != nvcc:
+        print(f"the budget is of nvcc {budget['nvcc']}, this build of {nvcc}: not compared")
+        return []
+    allowed = budget[section]
+    errors = [f"{key}: not in the budget" for key in found if key not in allowed]
+    errors += [f"{key}: in the budget, but not in this build" for key in allowed if key not in found]
+    for key in sorted(found.keys() & allowed.keys()):
+        errors += [f"{key}: {problem}" for problem in worse(found[key], allowed[key])]
+    return errors
+
+
+def finish(section: str, errors: list[str]) -> int:
+    """Prints the verdict of a report and returns its exit status."""
+    for error in errors:
+        print(f"error: {error}")
+    if errors:
+        print(f"{len(errors)} problems. Intended? Rerun with --update and review the changed lines.")
+        return 1
+    print(f"{section}: within budget")
+    return 0

@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Registers, spills, stack frames, shared memory and advisories of every compiled kernel.
+
+Reads what ptxas said (the <object>.ptxas files that cmake/nvcc_log.sh keeps), prints a table, and
+fails when a kernel is worse than its line in tools/kernel_budget.json, has no line there, or when
+ptxas gave an advisory (C7508, C7510-C7516: setmaxnreg ignored, wgmma serialised, ...) or used
+local memory that the budget does not allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+import sys
+
+import kernel_budget as budget
+
+LIMITS = ("registers", "stack_bytes", "spill_bytes", "smem_bytes")
+
+
+def parse(log: str) -> dict[tuple[str, str], budget.Figures]:
+    """(architecture, kernel) -> figures, of one object's log. Instances of one template that share
+    a name are joined by their largest figures."""
+    result: dict[tuple[str, str], budget.Figures] = {}
+    current: budget.Figures = {}
+    advisories: list[str] = []
+    for line in log.splitlines():
+        if entry := re.search(r"Compiling entry function '(\w+)' for '(\w+)'", line):
+            key = (entry[2], budget.kernel_name(entry[1]))
+            current = result.setdefault(key, dict.fromkeys(LIMITS, 0))
+        elif frame := re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
+        ):
+            raise_to(current, "stack_bytes", int(frame[1]))
+            raise_to(current, "spill_bytes", int(frame[2]) + int(frame[3]))
+        elif used := re.search(r"Used (\d+) registers", line):
+            raise_to(current, "registers", int(used[1]))
+            smem = re.search(r"(\d+) bytes smem", line)
+            raise_to(current, "smem_bytes", int(smem[1]) if smem else 0)
+        if code := re.search(r"\((C\d{4})\)", line):
+            advisories.append(code[1])
+    for figures in result.values():
+        figures["advisories"] = sorted(set(advisories))
+    return result
+
+
+def raise_to(figures: budget.Figures, name: str, value: int) -> None:
+    figures[name] = max(figures.get(name, 0), value)
+
+
+def read_build(build: pathlib.Path) -> tuple[dict[str, budget.Figures], list[str]]:
+    """All kernels of a build, and the rows of the kernel table that left no log."""
+    found: dict[str, budget.Figures] = {}
+    files = set()
+    for path in sorted(build.rglob("*.cu.o.ptxas")):
+        file = path.name.removesuffix(".cu.o.ptxas")
+        files.add(file)
+        for (arch, kernel), figures in parse(path.read_text()).items():
+            found[f"{file}/{arch}/{kernel}"] = figures
+    return found, [row for row in budget.row_names(build) if row not in files]
+
+
+def worse(found: budget.Figures, allowed: budget.Figures) -> list[str]:
+    problems = [
+        f"{name} {found[name]}, budget {allowed[name]}"
+        for name in LIMITS
+        if found[name] > allowed[name]
+    ]
+    new = sorted(set(found["advisories"]) - set(allowed["advisories"]))
+    return problems + [f"ptxas advisory {code}" for code in new]
+
+
+def print_table(found: dict[str, budget.Figures]) -> None:
+    width = max(len(key) for key in found)
+    print(f"{'kernel':{width}}  registers  stack  spills   smem  advisories")
+    for key, f in sorted(found.items()):
+        print(
+            f"{key:{width}}  {f['registers']:9}  {f['stack_bytes']:5}  {f['spill_bytes']:6}  "
+            f"{f['smem_bytes']:5}  {' '.join(f['advisories']) or '-'}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("build", type=pathlib.Path, help="a build folder with CUDA kernels")
+    parser.add_argument("--update", action="store_true", help="make these figures the budget")
+    arguments = parser.parse_args()
+    found, missing = read_build(arguments.build)
+    if not found:
+        print(f"no ptxas logs under {arguments.build}: was it built with CUDA?")
+        return 2
+    print_table(found)
+    errors = [f"{row}: a row of kernels.def that left no ptxas log" for row in missing]
+    nvcc = budget.nvcc_release(arguments.build)
+    if arguments.update and not errors:
+        budget.save("ptxas", nvcc, found)
+    errors += budget.compare("ptxas", nvcc, found, worse)
+    return budget.finish("ptxas", errors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
