@@ -100,9 +100,10 @@ struct BlockScale {
 };
 
 // The smallest power of two with amax / scale <= limit, kept between 2^-60 and the largest for
-// which limit * scale is finite; 1 for a block of zeros. `limit` is the largest code to be used:
-// 448, or less where sums of products must fit an fp16 accumulator (16 for head dims to 128, 15
-// above). It is between 1 and 448.
+// which limit * scale is finite; 1 for a block of zeros. `limit` is the largest code to be used,
+// between 2 and 448: 448, or less where sums of products must fit an fp16 accumulator (16 for head
+// dims to 128, 15 above). Only with a limit that is a power of two can a finite amax be out of
+// reach: with 16, values beyond 1.7e38 saturate.
 PANTILE_HD constexpr BlockScale block_scale(float amax, float limit) {
   if (!(amax > 0.0f)) {
     return BlockScale{1.0f, 1.0f};
@@ -113,10 +114,9 @@ PANTILE_HD constexpr BlockScale block_scale(float amax, float limit) {
   if (amax <= kSmallestScale * limit) {
     scale = kSmallestScale;
   } else if (amax < largest * limit) {
+    // The quotient rounded up to a power of two. It is itself rounded, but never down to a power of
+    // two: the float after limit * 2^k lies more than half a last bit of the quotient above it.
     scale = bits_float((float_bits(amax / limit) + 0x7fffffu) & 0x7f800000u);
-    if (scale * limit < amax) {  // the quotient was rounded down to a power of two
-      scale *= 2.0f;
-    }
   }
   return BlockScale{scale, bits_float((254u << 23) - float_bits(scale))};
 }

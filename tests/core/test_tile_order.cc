@@ -110,6 +110,7 @@ TEST(TileOrder, CountsBeyond31BitsAreRefused) {
   EXPECT_FALSE(TileOrder::fits(1, 46341, 46341));
   EXPECT_FALSE(TileOrder::fits(2, 46340, 46340));
   EXPECT_FALSE(TileOrder::fits(1LL << 40, 1LL << 40, 1LL << 40));
+  EXPECT_FALSE(TileOrder::fits(1, 7, 0x6DB6DB6DB6DB6DB7));  // the product is 1 modulo 2^64
   EXPECT_TRUE(TileOrder::fits(1LL << 40, 0, 1LL << 40));
   EXPECT_TRUE(TileOrder::fits(0, 1LL << 20, 7));
   EXPECT_EQ(TileOrder(2, 46340, 46340, 1, TileDirection::ascending).count(), 0);
@@ -132,8 +133,9 @@ TEST(TileOrder, SectionsFillTheCacheAndKeepGroupsTogether) {
   EXPECT_EQ(heads_per_section(8 * kMiB, 8, 64, 32 * kMiB), 32);  // eight query heads share one
   EXPECT_EQ(heads_per_section(64 * kMiB, 1, 64, 32 * kMiB), 1);  // nothing fits: one head
   EXPECT_EQ(heads_per_section(64 * kMiB, 8, 64, 32 * kMiB), 8);
-  EXPECT_EQ(heads_per_section(kMiB, 1, 12, 32 * kMiB), 8);  // a power of two
-  EXPECT_EQ(heads_per_section(0, 1, 16, 32 * kMiB), 16);    // no keys at all
+  EXPECT_EQ(heads_per_section(kMiB, 1, 12, 32 * kMiB), 8);   // a power of two
+  EXPECT_EQ(heads_per_section(0, 1, 16, 32 * kMiB), 16);     // no keys at all
+  EXPECT_EQ(heads_per_section(kMiB, 4, 48, 32 * kMiB), 32);  // 8 of 12 key heads
   EXPECT_EQ(heads_per_section(kMiB, 4, 0, 32 * kMiB), 1);
   EXPECT_EQ(heads_per_section(kMiB, 4, 3, 32 * kMiB), 3);
 }
@@ -181,10 +183,13 @@ TEST(TileOrder, PackedOrderIsTheListedOneSequenceAfterSequence) {
 }
 
 TEST(TileOrder, PackedOrderTakesAnyLargeSection) {
-  const std::int32_t before[] = {0, 1 << 20};
-  const int all = std::numeric_limits<int>::max();
-  expect_same(packed_tile(before, 1, 3, all, TileDirection::descending, 4),
-              WorkTile{(1 << 20) - 2, 1, 0});
+  constexpr int kTiles = 1 << 20;
+  constexpr int kWork = kTiles + 5;
+  const std::int32_t before[] = {0, kTiles};
+  for (const int section : {4097, std::numeric_limits<int>::max()}) {  // section * kTiles wraps
+    expect_same(packed_tile(before, 1, 3, section, TileDirection::descending, kWork),
+                WorkTile{kTiles - 1 - kWork / 3, kWork % 3, 0});
+  }
 }
 
 TEST(TileOrder, SumsFollowShortenedSequencesAndDenseBatches) {
