@@ -1,4 +1,4 @@
-"""The committed budget of the compiled kernels, tools/kernel_budget.json, and how figures are held to it.
+"""The committed budget of the compiled kernels, tools/kernel_budget.json, and how it is held.
 
 Two reports share the file: `ptxas` (kernel_report.py) and `sass` (sass_report.py). An entry is one
 line, so that a change of a kernel shows in review as one changed line.
@@ -53,7 +53,7 @@ def row_names(build: pathlib.Path) -> list[str]:
 
 
 def kernel_name(mangled: str) -> str:
-    """The last identifier of a mangled function name: _ZN7pantile6hopper7forwardI...  ->  forward."""
+    """The last identifier of a mangled name: _ZN7pantile6hopper7forwardI...  ->  forward."""
     rest = re.sub(r"^_ZN?K?", "", mangled)
     name = mangled
     while match := re.match(r"\d+", rest):
@@ -77,7 +77,9 @@ def compare(
         return []
     allowed = budget[section]
     errors = [f"{key}: not in the budget" for key in found if key not in allowed]
-    errors += [f"{key}: in the budget, but not in this build" for key in allowed if key not in found]
+    errors += [
+        f"{key}: in the budget, but not in this build" for key in allowed if key not in found
+    ]
     for key in sorted(found.keys() & allowed.keys()):
         errors += [f"{key}: {problem}" for problem in worse(found[key], allowed[key])]
     return errors
@@ -88,7 +90,7 @@ def finish(section: str, errors: list[str]) -> int:
     for error in errors:
         print(f"error: {error}")
     if errors:
-        print(f"{len(errors)} problems. Intended? Rerun with --update and review the changed lines.")
+        print(f"{len(errors)} problems. Intended? --update, and review the change.")
         return 1
     print(f"{section}: within budget")
     return 0

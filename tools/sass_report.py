@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the machine code of every kernel looks like: MMA instructions, local memory, hot-loop schedule.
+"""What the machine code of every kernel looks like: matrix instructions and hot-loop schedules.
 
 For each row of cuda/kernels.def it disassembles the object (cuobjdump and nvdisasm, PyPI packages
 nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm) and checks
@@ -75,7 +75,8 @@ class Function:
         return sum(i.opcode.startswith(opcodes) for i in self.code)
 
     def highest_register(self) -> int:
-        return max((int(r) for i in self.code for r in re.findall(r"\bR(\d+)\b", i.operands)), default=0)
+        numbers = (int(r) for i in self.code for r in re.findall(r"\bR(\d+)\b", i.operands))
+        return max(numbers, default=0)
 
 
 def disassemble(path: pathlib.Path, arch: str) -> list[Function]:
@@ -86,7 +87,10 @@ def disassemble(path: pathlib.Path, arch: str) -> list[Function]:
             raise SystemExit(f"{program} not found: pip install nvidia-cuda-{program}")
     text = subprocess.run(
         ["cuobjdump", "--dump-sass", "-arch", arch, str(path)],
-        env=environment, capture_output=True, text=True, check=True,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     functions = []
     for part in text.split("Function : ")[1:]:
