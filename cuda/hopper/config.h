@@ -10,7 +10,7 @@
 
 namespace pantile::hopper {
 
-inline constexpr int kSharedMemoryBytes = 232448;   // that one block may have (227 KiB)
+inline constexpr int kSharedMemoryBytes = 232448;  // that one block may have (227 KiB)
 inline constexpr int kRegistersPerThreadAtEntry[] = {0, 0, 168, 128};  // by math warpgroups
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kRowsPerWarpgroup = 64;  // the M of wgmma
@@ -110,6 +110,16 @@ constexpr bool prefers_other_shape(int head_dim, MaskKind mask, std::int64_t seq
   }
   return seqlen_k >= 8192;  // more keys per step: fewer steps, but a larger ragged end
 }
+
+// A kernel's shape and mask as a type (nvcc 13.0 cannot launch a __global__ template that has a
+// struct as a parameter).
+template <int kHeadDim, int kHeadDimV, MaskKind kMaskKind, bool kOtherShape>
+struct ForwardVariant {
+  static constexpr MaskKind kMask = kMaskKind;
+  static constexpr ForwardConfig kConfig =
+      kOtherShape ? forward_shapes(kHeadDim, kHeadDimV, kMaskKind).other
+                  : forward_shapes(kHeadDim, kHeadDimV, kMaskKind).main;
+};
 
 namespace detail {
 constexpr bool all_shapes_valid() {

@@ -3,8 +3,8 @@
 // A block works through tiles of 64 rows for each of its math warpgroups; a step is one tile of
 // keys, from the last one down. Shared memory (storage.cuh) and its owners:
 //   Q   two buffers (or one)  written by the loader    read by the math warpgroups
-//   K,V two stages each       written by the loader    read by the math warpgroups; V also by guards
-//   O   in Q's place (or V's) written by the math      read by the storer
+//   K,V two stages each       written by the loader    read by the math warpgroups; V also by
+//   guards O   in Q's place (or V's) written by the math      read by the storer
 //
 // One warpgroup's step; its products overlap the softmax of the other warpgroups, and its own:
 //   1. wait for its turn; issue S = Q K^T of this step        (S: registers, fresh)
@@ -135,9 +135,9 @@ class MathWarpgroup {
     prim::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
-      prim::wgmma_rs<kDType, kMajorMN>(
-          O, P[step], v + prim::descriptor_step(step * 16 * tile::kPanelRowBytes),
-          step == 0 ? o_started_ : 1);
+      prim::wgmma_rs<kDType, kMajorMN>(O, P[step],
+                                       v + prim::descriptor_step(step * 16 * tile::kPanelRowBytes),
+                                       step == 0 ? o_started_ : 1);
     }
     prim::wgmma_commit();
   }
@@ -180,15 +180,15 @@ class MathWarpgroup {
       const int end = keys_ - column0;
       attn::mask_from(S, {end, end});
     } else {
-      const int position = row0_ + shift_ + group_ * kRowsPerWarpgroup +
-                           tile::fragment_row(warp_, lane_) - column0;
+      const int position =
+          row0_ + shift_ + group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_) - column0;
       if constexpr (kMask == MaskKind::causal) {
         attn::mask_from(S, {position + 1, position + 9});
       } else {
         const int end = keys_ - column0;
-        attn::mask_outside(S, {position - p_.window_left, position + 8 - p_.window_left},
-                           {min(end, position + p_.window_right + 1),
-                            min(end, position + p_.window_right + 9)});
+        attn::mask_outside(
+            S, {position - p_.window_left, position + 8 - p_.window_left},
+            {min(end, position + p_.window_right + 1), min(end, position + p_.window_right + 9)});
       }
     }
   }
@@ -390,11 +390,12 @@ class MathWarpgroup {
 #pragma unroll
     for (int j = 0; j < kDimV / 16; ++j) {
       const int column = 16 * j + lane_ / 16 * 8;
-      prim::store_matrix_x4(to + kConfig.o_tile().offset(row, column),
-                            prim::pack<kDType>(O[8 * j] * inverse[0], O[8 * j + 1] * inverse[0]),
-                            prim::pack<kDType>(O[8 * j + 2] * inverse[1], O[8 * j + 3] * inverse[1]),
-                            prim::pack<kDType>(O[8 * j + 4] * inverse[0], O[8 * j + 5] * inverse[0]),
-                            prim::pack<kDType>(O[8 * j + 6] * inverse[1], O[8 * j + 7] * inverse[1]));
+      prim::store_matrix_x4(
+          to + kConfig.o_tile().offset(row, column),
+          prim::pack<kDType>(O[8 * j] * inverse[0], O[8 * j + 1] * inverse[0]),
+          prim::pack<kDType>(O[8 * j + 2] * inverse[1], O[8 * j + 3] * inverse[1]),
+          prim::pack<kDType>(O[8 * j + 4] * inverse[0], O[8 * j + 5] * inverse[0]),
+          prim::pack<kDType>(O[8 * j + 6] * inverse[1], O[8 * j + 7] * inverse[1]));
     }
     prim::fence_async_proxy();
     __syncwarp();
@@ -452,10 +453,11 @@ PANTILE_DEVICE void init_barriers(ForwardStorage<kConfig>& s, const ForwardParam
   prim::fence_mbarrier_init();
 }
 
-template <ForwardConfig kConfig, DType kDType, MaskKind kMask>
-__global__ void __launch_bounds__(kConfig.threads(), 1)
+template <class Variant, DType kDType>
+__global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
     forward_kernel(const __grid_constant__ ForwardMaps maps,
                    const __grid_constant__ ForwardParams params) {
+  constexpr ForwardConfig kConfig = Variant::kConfig;
   static_assert(sizeof(ForwardStorage<kConfig>) + tile::kTileAlignment <= kConfig.shared_bytes());
   extern __shared__ unsigned char shared[];
   const std::uint32_t misaligned = prim::shared_address(shared) % tile::kTileAlignment;
@@ -485,7 +487,7 @@ __global__ void __launch_bounds__(kConfig.threads(), 1)
     }
   } else {
     prim::grow_registers<kConfig.math_registers()>();
-    MathWarpgroup<kConfig, kDType, kMask>(storage, params, warp / 4 - 1, warp % 4).run();
+    MathWarpgroup<kConfig, kDType, Variant::kMask>(storage, params, warp / 4 - 1, warp % 4).run();
   }
 }
 

@@ -174,10 +174,10 @@ class Loader {
     prim::arrive_and_expect(s_.k_full[stage], kConfig.k_tile().bytes());
 #pragma unroll
     for (int panel = 0; panel < kConfig.k_tile().panels(); ++panel) {
-      prim::tma_load(s_.k[stage] + panel * kConfig.k_tile().panel_bytes(), &maps_.k,
-                     s_.k_full[stage],
-                     prim::TileOrigin4{panel * tile::kPanelColumns, key_row_ + key_tile * kConfig.tile_k,
-                      key_head_ * p_.k_steps.head, batch_ * p_.k_steps.batch});
+      prim::tma_load(
+          s_.k[stage] + panel * kConfig.k_tile().panel_bytes(), &maps_.k, s_.k_full[stage],
+          prim::TileOrigin4{panel * tile::kPanelColumns, key_row_ + key_tile * kConfig.tile_k,
+                            key_head_ * p_.k_steps.head, batch_ * p_.k_steps.batch});
     }
   }
 
@@ -195,10 +195,10 @@ class Loader {
     prim::arrive_and_expect(s_.v_full[stage], kConfig.v_tile().bytes());
 #pragma unroll
     for (int panel = 0; panel < kConfig.v_tile().panels(); ++panel) {
-      prim::tma_load(s_.v[stage] + panel * kConfig.v_tile().panel_bytes(), &maps_.v,
-                     s_.v_full[stage],
-                     prim::TileOrigin4{panel * tile::kPanelColumns, key_row_ + key_tile * kConfig.tile_k,
-                      key_head_ * p_.v_steps.head, batch_ * p_.v_steps.batch});
+      prim::tma_load(
+          s_.v[stage] + panel * kConfig.v_tile().panel_bytes(), &maps_.v, s_.v_full[stage],
+          prim::TileOrigin4{panel * tile::kPanelColumns, key_row_ + key_tile * kConfig.tile_k,
+                            key_head_ * p_.v_steps.head, batch_ * p_.v_steps.batch});
     }
   }
 
@@ -218,16 +218,16 @@ class Loader {
       return true;
     }
     const int row = info.q_row + info.row0;
-    prim::arrive_and_expect(s_.q_full[buffer],
-                            kConfig.math_warpgroups * kConfig.q_tile().bytes());
+    prim::arrive_and_expect(s_.q_full[buffer], kConfig.math_warpgroups * kConfig.q_tile().bytes());
 #pragma unroll
     for (int group = 0; group < kConfig.math_warpgroups; ++group) {
 #pragma unroll
       for (int panel = 0; panel < kConfig.q_tile().panels(); ++panel) {
-        prim::tma_load(s_.q[buffer][group] + panel * kConfig.q_tile().panel_bytes(), &maps_.q,
-                       s_.q_full[buffer],
-                       prim::TileOrigin4{panel * tile::kPanelColumns, row + group * kRowsPerWarpgroup,
-                        info.head * p_.q_steps.head, info.batch * p_.q_steps.batch});
+        prim::tma_load(
+            s_.q[buffer][group] + panel * kConfig.q_tile().panel_bytes(), &maps_.q,
+            s_.q_full[buffer],
+            prim::TileOrigin4{panel * tile::kPanelColumns, row + group * kRowsPerWarpgroup,
+                              info.head * p_.q_steps.head, info.batch * p_.q_steps.batch});
       }
     }
     return true;
@@ -241,8 +241,7 @@ class Loader {
       s_.guard_orders[stage].keep_rows = -1;
       prim::arrive(s_.v_full[stage]);
     }
-    if (p_.counter != nullptr &&
-        atomicAdd(p_.counter + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+    if (p_.counter != nullptr && atomicAdd(p_.counter + 1, 1) == static_cast<int>(gridDim.x) - 1) {
       p_.counter[0] = 0;
       p_.counter[1] = 0;
     }
@@ -251,9 +250,9 @@ class Loader {
   ForwardStorage<kConfig>& s_;
   const ForwardMaps& maps_;
   const ForwardParams& p_;
-  int work_;                          // claimed last
-  std::uint32_t use_ = 0;             // of the rings of K and V, over all tiles
-  int visit_begin_, visit_end_;       // of the current tile
+  int work_;                     // claimed last
+  std::uint32_t use_ = 0;        // of the rings of K and V, over all tiles
+  int visit_begin_, visit_end_;  // of the current tile
   int key_row_, key_head_, batch_;
 };
 

@@ -37,7 +37,7 @@ struct ForwardParams {
   MapSteps q_steps, k_steps, v_steps, o_steps;
   float scale, scale_log2;
 
-  float* lse;  // null when not wanted
+  float* lse;                        // null when not wanted
   std::int64_t lse_batch, lse_head;  // distances; 0 batch for packed
 
   std::int32_t* counter;  // [0] claimed tiles, [1] finished blocks; null: static order
@@ -54,13 +54,13 @@ struct ForwardParams {
 
 // One tile of rows of one head, written by the loader, read by all others.
 struct alignas(16) TileInfo {
-  int row0;                     // first row, within its sequence
-  int shift;                    // keys - rows of the sequence
-  int visit_begin, visit_end;   // key tiles, last one first; visit_end == 0: no more tiles
-  int full_begin, full_end;     // those that need no mask
-  int rows, keys;               // of the sequence
+  int row0;                    // first row, within its sequence
+  int shift;                   // keys - rows of the sequence
+  int visit_begin, visit_end;  // key tiles, last one first; visit_end == 0: no more tiles
+  int full_begin, full_end;    // those that need no mask
+  int rows, keys;              // of the sequence
   int head, batch;
-  int q_row, k_row;             // rows before the sequence in packed tensors, else 0
+  int q_row, k_row;  // rows before the sequence in packed tensors, else 0
 };
 
 // What the guard has to do with a stage of V.

@@ -47,8 +47,7 @@ PANTILE_DEVICE void tma_load(void* to, const CUtensorMap* map, Mbarrier& full,
       : "memory");
 }
 
-PANTILE_DEVICE void tma_store(const CUtensorMap* map, const void* from,
-                              const TileOrigin4& origin) {
+PANTILE_DEVICE void tma_store(const CUtensorMap* map, const void* from, const TileOrigin4& origin) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group"
       " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),

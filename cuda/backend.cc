@@ -1,0 +1,134 @@
+// What the host core and the launchers need of CUDA: device properties and the tensor-map encoder.
+// Compiled by the C++ compiler. No call here runs before someone asks, so that importing the
+// library never initialises the driver (which a later fork would not survive).
+#include "backend.h"
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdio>
+#include <mutex>
+
+#include "driver.h"
+
+namespace pantile::cuda {
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+struct CachedDevice {
+  std::mutex mutex;
+  bool known = false;
+  DeviceProps props;
+};
+
+CachedDevice& cached_device(int index) {
+  static CachedDevice devices[kMaxDevices];
+  return devices[index];
+}
+
+// Attributes one by one: cudaGetDeviceProperties reads everything and takes a hundred times longer.
+Status read_device(int index, DeviceProps* props) {
+  DeviceProps read;
+  read.device = Device{DeviceType::cuda, index};
+  int l2_bytes = 0;
+  const struct {
+    cudaDeviceAttr attribute;
+    int* value;
+  } wanted[] = {
+      {cudaDevAttrComputeCapabilityMajor, &read.compute_major},
+      {cudaDevAttrComputeCapabilityMinor, &read.compute_minor},
+      {cudaDevAttrMultiProcessorCount, &read.multiprocessors},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &read.smem_optin_bytes},
+      {cudaDevAttrL2CacheSize, &l2_bytes},
+  };
+  for (const auto& item : wanted) {
+    Status status =
+        check(cudaDeviceGetAttribute(item.value, item.attribute, index), "cudaDeviceGetAttribute");
+    if (!status.ok()) {
+      return status;
+    }
+  }
+  read.l2_bytes = l2_bytes;
+  cudaDeviceProp names;
+  Status status = check(cudaGetDeviceProperties(&names, index), "cudaGetDeviceProperties");
+  if (!status.ok()) {
+    return status;
+  }
+  std::snprintf(read.name, sizeof read.name, "%.*s", static_cast<int>(sizeof read.name) - 1,
+                names.name);
+  *props = read;
+  return Status();
+}
+
+}  // namespace
+
+Status check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) {
+    return Status();
+  }
+  static_cast<void>(cudaGetLastError());
+  const bool no_device = error == cudaErrorInsufficientDriver || error == cudaErrorNoDevice;
+  return Status::error(no_device ? StatusCode::unavailable : StatusCode::device_error, "%s: %s: %s",
+                       what, cudaGetErrorName(error), cudaGetErrorString(error));
+}
+
+int device_count(Status* status) {
+  int count = 0;
+  *status = check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
+  if (!status->ok()) {
+    return 0;
+  }
+  if (count == 0) {
+    *status = Status::error(StatusCode::unavailable, "the driver reports no CUDA device");
+  }
+  return count;
+}
+
+Status query_device(int index, DeviceProps* props) {
+  Status status;
+  const int count = device_count(&status);
+  if (!status.ok()) {
+    return status;
+  }
+  if (index < 0 || index >= count || index >= kMaxDevices) {
+    return Status::error(StatusCode::invalid_argument,
+                         "device index is %d; this machine has CUDA devices 0 to %d", index,
+                         count - 1);
+  }
+  CachedDevice& cached = cached_device(index);
+  const std::lock_guard<std::mutex> lock(cached.mutex);
+  if (!cached.known) {
+    status = read_device(index, &cached.props);
+    cached.known = status.ok();
+  }
+  if (cached.known) {
+    *props = cached.props;
+  }
+  return status;
+}
+
+TensorMapEncoder tensor_map_encoder(Status* status) {
+  static std::atomic<TensorMapEncoder> cached{nullptr};
+  if (const TensorMapEncoder known = cached.load(std::memory_order_acquire)) {
+    return known;
+  }
+  constexpr unsigned kSinceVersion = 12000;
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult answer = cudaDriverEntryPointSymbolNotFound;
+  *status = check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, kSinceVersion,
+                                                   cudaEnableDefault, &answer),
+                  "looking up cuTensorMapEncodeTiled");
+  if (!status->ok()) {
+    return nullptr;
+  }
+  if (answer != cudaDriverEntryPointSuccess || found == nullptr) {
+    *status = Status::error(StatusCode::unavailable, "the driver has no cuTensorMapEncodeTiled");
+    return nullptr;
+  }
+  const auto encoder = reinterpret_cast<TensorMapEncoder>(found);
+  cached.store(encoder, std::memory_order_release);
+  return encoder;
+}
+
+}  // namespace pantile::cuda

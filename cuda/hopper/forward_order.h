@@ -1,0 +1,53 @@
+// The order in which the forward works through its tiles, decided on the host. No CUDA headers.
+#pragma once
+
+#include <cstdint>
+
+#include "core/tile_order.h"
+#include "pantile/problem.h"
+#include "pantile/registry.h"
+
+namespace pantile::hopper {
+
+inline MaskKind mask_kind(const ForwardProblem& p) {
+  if (p.window_left < 0 && p.window_right < 0) {
+    return MaskKind::full;
+  }
+  return p.window_left < 0 && p.window_right == 0 ? MaskKind::causal : MaskKind::window;
+}
+
+// Do tiles differ in length? Then blocks claim them one by one from a counter, longest first;
+// otherwise each block takes every blocks-th tile.
+inline bool claims_dynamically(const ForwardProblem& p, MaskKind mask) {
+  return mask != MaskKind::full || p.packed_q || p.packed_k || p.has_seqused_q || p.has_seqused_k;
+}
+
+// Tiles of one head; packed queries: slots of all sequences (forward_load.cuh, locate_rows).
+inline std::int64_t forward_row_tiles(const ForwardProblem& p, int tile_q) {
+  return p.packed_q ? p.total_q / tile_q + p.batch
+                    : core::ceil_div<std::int64_t>(p.seqlen_q, tile_q);
+}
+
+// Leaves room above for the blocks that claim past the end.
+inline bool forward_tiles_fit(const ForwardProblem& p, int tile_q) {
+  constexpr std::int64_t kMost = (std::int64_t{1} << 31) - (std::int64_t{1} << 20);
+  const std::int64_t heads = p.packed_q ? p.heads_q : p.heads_q * p.batch;
+  return heads == 0 || forward_row_tiles(p, tile_q) <= kMost / heads;
+}
+
+inline core::TileOrder forward_order(const ForwardProblem& p, MaskKind mask, int tile_q) {
+  constexpr std::int64_t kSectionBytes = std::int64_t{32} << 20;  // of K and V, in 50 MiB of L2
+  const int tiles = static_cast<int>(forward_row_tiles(p, tile_q));
+  const int heads = static_cast<int>(p.heads_q);
+  const int batch =
+      p.packed_q ? core::min_of(static_cast<int>(p.batch), 1) : static_cast<int>(p.batch);
+  if (!claims_dynamically(p, mask)) {
+    return core::TileOrder(tiles, heads, batch, 1, core::TileDirection::ascending);
+  }
+  const std::int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * dtype_bytes(p.dtype);
+  const int group = p.heads_k > 0 ? static_cast<int>(p.heads_q / p.heads_k) : 1;
+  const int section = core::heads_per_section(head_bytes, group, heads * batch, kSectionBytes);
+  return core::TileOrder(tiles, heads, batch, section, core::TileDirection::descending);
+}
+
+}  // namespace pantile::hopper

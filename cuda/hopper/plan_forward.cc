@@ -1,0 +1,112 @@
+// Which forward problems the Hopper kernels serve, and with which tiles. No CUDA headers.
+#include <algorithm>
+#include <cinttypes>
+
+#include "core/tile_order.h"
+#include "hopper/config.h"
+#include "hopper/forward_order.h"
+#include "hopper/plan.h"
+#include "hopper/tensor_rules.h"
+
+namespace pantile::hopper {
+namespace {
+
+constexpr StatusCode kUnsupported = StatusCode::unsupported;
+
+Status device_rule(const DeviceProps& device) {
+  if (device.device.type != DeviceType::cuda) {
+    return Status::error(kUnsupported, "needs a CUDA device");
+  }
+  if (device.compute_major != 9 || device.compute_minor != 0) {
+    return Status::error(kUnsupported, "needs compute capability 9.0, device %d has %d.%d",
+                         device.device.index, device.compute_major, device.compute_minor);
+  }
+  if (device.smem_optin_bytes < kSharedMemoryBytes) {
+    return Status::error(kUnsupported, "needs %d bytes of shared memory a block, device %d has %d",
+                         kSharedMemoryBytes, device.device.index, device.smem_optin_bytes);
+  }
+  return Status();
+}
+
+Status shape_rule(const KernelInfo& row, const ForwardProblem& p) {
+  if (p.dtype != row.dtype) {
+    return Status::error(kUnsupported, "serves %s, dtype is %s", dtype_name(row.dtype),
+                         dtype_name(p.dtype));
+  }
+  if (p.head_dim > row.head_dim || p.head_dim_v > row.head_dim_v) {
+    return Status::error(kUnsupported,
+                         "serves head dims up to %d and %d, they are %" PRId64 " and %" PRId64,
+                         row.head_dim, row.head_dim_v, p.head_dim, p.head_dim_v);
+  }
+  if (p.head_dim % tile::kChunkColumns != 0 || p.head_dim_v % tile::kChunkColumns != 0) {
+    return Status::error(
+        kUnsupported, "needs head dims that are multiples of %d, they are %" PRId64 " and %" PRId64,
+        tile::kChunkColumns, p.head_dim, p.head_dim_v);
+  }
+  if (!(p.scale > 0.0f)) {
+    return Status::error(kUnsupported, "needs scale > 0, it is %g", static_cast<double>(p.scale));
+  }
+  if (mask_kind(p) != row.mask) {
+    return Status::error(kUnsupported,
+                         "serves %s masks, window_left is %" PRId64 " and window_right %" PRId64,
+                         row.mask == MaskKind::full     ? "full"
+                         : row.mask == MaskKind::causal ? "causal"
+                                                        : "window",
+                         p.window_left, p.window_right);
+  }
+  return Status();
+}
+
+Status tensor_rules(const ForwardProblem& p) {
+  const std::int64_t batch_q = p.packed_q ? 1 : p.batch;
+  const std::int64_t batch_k = p.packed_k ? 1 : p.batch;
+  const std::int64_t rows_q = p.packed_q ? p.total_q : p.seqlen_q;
+  const std::int64_t rows_k = p.packed_k ? p.total_k : p.seqlen_k;
+  const Status rules[] = {
+      tensor_rule("q", p.q, p.dtype, batch_q, rows_q, p.heads_q, false),
+      tensor_rule("k", p.k, p.dtype, batch_k, rows_k, p.heads_k, false),
+      tensor_rule("v", p.v, p.dtype, batch_k, rows_k, p.heads_k, false),
+      tensor_rule("o", p.o, p.dtype, batch_q, rows_q, p.heads_q, true),
+  };
+  for (const Status& rule : rules) {
+    if (!rule.ok()) {
+      return rule;
+    }
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
+                      const DeviceProps& device) {
+  Status status = device_rule(device);
+  if (status.ok()) {
+    status = shape_rule(row, problem);
+  }
+  if (status.ok()) {
+    status = tensor_rules(problem);
+  }
+  if (status.ok() && !forward_tiles_fit(problem, kRowsPerWarpgroup)) {
+    status = Status::error(kUnsupported,
+                           "has 32-bit tile numbers, and batch * heads_q * seqlen_q is too large");
+  }
+  return status;
+}
+
+void configure_forward(ForwardPlan* plan) {
+  const KernelInfo& row = *plan->kernel;
+  const ForwardProblem& p = plan->problem;
+  const ForwardShapes shapes = forward_shapes(row.head_dim, row.head_dim_v, row.mask);
+  const bool other =
+      shapes.has_other && prefers_other_shape(row.head_dim, row.mask, p.seqlen_q, p.seqlen_k);
+  const ForwardConfig& config = other ? shapes.other : shapes.main;
+  plan->tile_q = config.tile_q();
+  plan->tile_k = config.tile_k;
+  plan->blocks =
+      std::min(plan->device.multiprocessors, forward_order(p, row.mask, config.tile_q()).count());
+  const std::size_t counters = claims_dynamically(p, row.mask) ? 2 * sizeof(std::int32_t) : 0;
+  plan->workspace = Workspace{counters, counters};
+}
+
+}  // namespace pantile::hopper
