@@ -1,0 +1,127 @@
+// After the main backward kernel: dQ = scale * sum, from register order to rows of 16-bit elements,
+// and zeros for queries that see no key.
+#pragma once
+
+#include "common/backward_rows.cuh"
+#include "common/quad_transpose.cuh"
+#include "prim/convert.cuh"
+
+namespace pantile::common {
+
+// How the main kernel summed dQ.
+enum class SumFormat {
+  f32,   // four accumulators of a thread per 16 bytes
+  i32,   // the same, integers times the row's scale
+  i32x2  // integers, two accumulators in one 64-bit sum (prim/global_add.cuh)
+};
+
+struct FinishParams {
+  RowPass pass;
+  void* grad_q;  // [queries, heads_q, head_dim]
+  Layout grad_q_layout;
+  int head_dim;
+  bool rows_split;  // a tile's fragments follow each other along the rows, not the columns
+};
+
+inline constexpr int kFinishThreads = 128;
+
+// A thread's 32 accumulators of a fragment: sums[4 j + 2 i + c], as in prim/wgmma.cuh.
+template <SumFormat kFormat>
+PANTILE_DEVICE void load_sums(float (&sums)[32], const float* fragment, int column_groups) {
+  const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const bool exists = j < column_groups;
+    if constexpr (kFormat == SumFormat::i32x2) {
+      const auto* pairs = reinterpret_cast<const int2*>(fragment) + thread;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int2 pair = exists ? pairs[(2 * j + i) * kFinishThreads] : make_int2(0, 0);
+        sums[4 * j + 2 * i] = static_cast<float>(pair.x);
+        sums[4 * j + 2 * i + 1] = static_cast<float>(pair.y + (pair.x < 0 ? 1 : 0));
+      }
+    } else {
+      const auto* fours = reinterpret_cast<const float4*>(fragment) + thread;
+      const float4 four = exists ? fours[j * kFinishThreads] : make_float4(0, 0, 0, 0);
+      const float words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[4 * j + i] =
+            kFormat == SumFormat::f32 ? words[i] : static_cast<float>(__float_as_int(words[i]));
+      }
+    }
+  }
+}
+
+PANTILE_DEVICE void zero_unattended_rows(const FinishParams& params, const RowTile& row_tile,
+                                         std::uint16_t* rows) {
+  const int begin = row_tile.tile * params.pass.row_tiles.tile;
+  const int end = core::min_of(begin + params.pass.row_tiles.tile, row_tile.capacity);
+  const int attended_end = row_tile.first_row + row_tile.rows;
+  if (begin >= row_tile.first_row && end <= attended_end) {
+    return;
+  }
+  const int vectors = params.head_dim / 8;
+  for (int i = static_cast<int>(threadIdx.x); i < (end - begin) * vectors; i += kFinishThreads) {
+    const int row = begin + i / vectors;
+    if (row < row_tile.first_row || row >= attended_end) {
+      *reinterpret_cast<uint4*>(rows + row * params.grad_q_layout.seq + i % vectors * 8) =
+          make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// One fragment a block.
+template <DType kDType, SumFormat kFormat>
+__global__ void __launch_bounds__(kFinishThreads)
+    finish_rows(const __grid_constant__ FinishParams params) {
+  const RowPass& pass = params.pass;
+  const int fragments = pass.tile_floats / kFragmentFloats;
+  const int fragment = static_cast<int>(blockIdx.x) % fragments;
+  const RowTile row_tile = locate_row_tile(pass, static_cast<int>(blockIdx.x) / fragments,
+                                           static_cast<int>(gridDim.x) / fragments);
+  const bool packed = pass.queries.cu_seqlens != nullptr;
+  std::uint16_t* rows = static_cast<std::uint16_t*>(params.grad_q) +
+                        sequence_offset(params.grad_q_layout, packed, row_tile);
+  if (fragment == 0) {
+    zero_unattended_rows(params, row_tile, rows);
+  }
+  const int tile = pass.row_tiles.tile;
+  const int first_row = row_tile.tile * tile + (params.rows_split ? fragment * kFragmentRows : 0);
+  const int first_column = params.rows_split ? 0 : fragment * kFragmentColumns;
+  if (first_row >= row_tile.rows || first_column >= params.head_dim) {
+    return;
+  }
+  float sums[32];
+  load_sums<kFormat>(sums,
+                     pass.dq_sum + row_tile.index * pass.tile_floats + fragment * kFragmentFloats,
+                     core::min_of((params.head_dim - first_column) / 8, 8));
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first_row + thread / 32 * 16 + lane / 4 + 8 * i;
+    float factor = pass.scale;
+    if (kFormat != SumFormat::f32 && row < row_tile.rows) {
+      factor /=
+          __uint_as_float(pass.lse_terms[row_tile.index * tile + row - row_tile.tile * tile].z);
+    }
+    std::uint16_t* to = rows + (row_tile.first_row + row) * params.grad_q_layout.seq + first_column;
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+      std::uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int at = 16 * g + 4 * j + 2 * i;
+        words[j] = prim::pack<kDType>(sums[at] * factor, sums[at + 1] * factor);
+      }
+      quad_transpose(words);
+      const int column = g * 32 + (lane & 3) * 8;
+      if (row < row_tile.rows && first_column + column < params.head_dim) {
+        *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+}
+
+}  // namespace pantile::common

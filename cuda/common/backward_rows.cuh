@@ -1,0 +1,88 @@
+// What the kernels before and after the main backward kernel share: which rows a block works on.
+//
+// Both work on tiles of rows, numbered as in attended.h, of every query head. dQ is summed in fp32
+// or integer fragments of 64 rows x 64 columns, each in the register order of a wgmma accumulator;
+// a tile's fragments follow each other.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/attended.h"
+#include "core/geometry.h"
+#include "core/sequence.h"
+#include "pantile/problem.h"
+#include "prim/address.cuh"
+
+namespace pantile::common {
+
+inline constexpr int kFragmentRows = 64;
+inline constexpr int kFragmentColumns = 64;
+inline constexpr int kFragmentFloats = kFragmentRows * kFragmentColumns;
+
+struct RowPass {
+  core::SequenceSide queries, keys;  // lengths only
+  TileNumbers row_tiles;
+  int row_tile_count;  // numbers of row_tiles
+  int heads_q, group;
+  int window_left, window_right;
+  int tile_floats;  // of dQ
+  float scale;
+  float* dq_sum;       // [heads_q][row_tile_count][tile_floats]
+  uint4* lse_terms;    // [heads_q][row_tile_count * tile]
+  uint4* delta_terms;  // the same
+  // Per sequence and key head the bits of max |K| and of max ||V row||^2; null when dQ is summed in
+  // fp32.
+  std::uint32_t* key_bounds;
+};
+
+struct RowTile {
+  int batch, head;
+  int tile;               // of the attended rows, and slice of the whole sequence
+  std::int64_t index;     // [head][number]
+  std::int64_t sequence;  // packed: rows before the sequence
+  int capacity;           // rows of the sequence, used or not
+  int first_row, rows;    // attended
+};
+
+// Blocks count down, so that the heads the main kernel starts with are written last, and read last.
+PANTILE_DEVICE RowTile locate_row_tile(const RowPass& pass, int block, int blocks) {
+  const int work = blocks - 1 - block;
+  RowTile row_tile;
+  int number;
+  if (pass.row_tiles.cu_seqlens == nullptr) {  // sequence, head, tile
+    const int tiles = pass.row_tiles.tiles_per_sequence;
+    const int heads = work / tiles;
+    row_tile.tile = work % tiles;
+    row_tile.head = heads % pass.heads_q;
+    row_tile.batch = heads / pass.heads_q;
+    number = row_tile.batch * tiles + row_tile.tile;
+  } else {  // number, head
+    number = work / pass.heads_q;
+    row_tile.head = work % pass.heads_q;
+    row_tile.batch = pass.row_tiles.sequence(number);
+    row_tile.tile = number - pass.row_tiles.first(row_tile.batch);
+  }
+  row_tile.index = static_cast<std::int64_t>(row_tile.head) * pass.row_tile_count + number;
+  core::SequenceSide whole = pass.queries;
+  whole.seqused = nullptr;
+  row_tile.capacity = core::locate_sequence(whole, row_tile.batch).length;
+  const core::Sequence queries = core::locate_sequence(pass.queries, row_tile.batch);
+  const core::Sequence keys = core::locate_sequence(pass.keys, row_tile.batch);
+  const Attended part =
+      attended_part(core::Mask{queries.length, keys.length, pass.window_left, pass.window_right});
+  row_tile.sequence = queries.row;
+  row_tile.first_row = part.first_row;
+  row_tile.rows = part.mask.rows;
+  return row_tile;
+}
+
+// Elements from a tensor's start to row 0 of the tile's sequence and head.
+PANTILE_DEVICE std::int64_t sequence_offset(const Layout& layout, bool packed,
+                                            const RowTile& row_tile) {
+  const std::int64_t rows = packed ? row_tile.sequence * layout.seq : row_tile.batch * layout.batch;
+  return rows + row_tile.head * layout.head;
+}
+
+}  // namespace pantile::common

@@ -1,0 +1,58 @@
+// How the backward lays out the memory it is lent. Linear in the number of query rows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/attended.h"
+#include "hopper/backward_config.h"
+#include "pantile/problem.h"
+
+namespace pantile::hopper {
+
+struct BackwardWorkspace {
+  std::int64_t row_tile_count;  // numbers of row tiles, per query head
+  // Byte offsets.
+  std::size_t dq_sum;       // fp32 or int32 [heads_q][row_tile_count][tile_q * 64 * panels]
+  std::size_t lse_terms;    // 16 bytes [heads_q][row_tile_count * tile_q]
+  std::size_t delta_terms;  // the same
+  std::size_t key_bounds;   // uint32 [batch][heads_k][2], deterministic only
+  std::size_t bytes;
+};
+
+// Rows that tile numbers are counted from: the longest sequence or, packed, all rows.
+constexpr std::int64_t counted_rows(const ForwardProblem& problem) {
+  return problem.packed_q ? problem.total_q : problem.seqlen_q;
+}
+
+constexpr std::int64_t counted_keys(const ForwardProblem& problem) {
+  return problem.packed_k ? problem.total_k : problem.seqlen_k;
+}
+
+// fp32 elements of one tile of dQ: whole fragments of 64 x 64.
+constexpr int dq_tile_floats(int kernel_head_dim) {
+  return backward_tile_q(kernel_head_dim) * panels(kernel_head_dim) * kPanel;
+}
+
+constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem,
+                                               int kernel_head_dim) {
+  constexpr std::size_t kAlign = 256;
+  const ForwardProblem& forward = problem.forward;
+  const int tile_q = backward_tile_q(kernel_head_dim);
+  BackwardWorkspace workspace{};
+  workspace.row_tile_count =
+      common::tile_numbers(forward.packed_q, counted_rows(forward), forward.batch, tile_q);
+  const auto tiles = static_cast<std::size_t>(workspace.row_tile_count * forward.heads_q);
+  const std::size_t terms = tiles * static_cast<std::size_t>(tile_q) * 16;
+  workspace.lse_terms = tiles * static_cast<std::size_t>(dq_tile_floats(kernel_head_dim)) * 4;
+  workspace.delta_terms = workspace.lse_terms + terms;
+  workspace.key_bounds = workspace.delta_terms + terms;
+  workspace.bytes = workspace.key_bounds;
+  if (problem.deterministic) {
+    workspace.bytes += static_cast<std::size_t>(forward.batch * forward.heads_k) * 8;
+  }
+  workspace.bytes = (workspace.bytes + kAlign - 1) / kAlign * kAlign;
+  return workspace;
+}
+
+}  // namespace pantile::hopper

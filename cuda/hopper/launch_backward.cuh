@@ -1,0 +1,305 @@
+// Host half of the backward: turns a plan and pointers into maps and parameters and launches
+//
+//   1 bound_keys         (deterministic only) maxima of K and V, for the integer scales of dQ
+//   2 prepare_rows       row terms, zeros in the sum of dQ
+//   3 backward_paired or backward_pipeline
+//   4 finish_rows        dQ
+//
+// on one stream. Nothing waits for the GPU or allocates, and all that changes from call to call is
+// passed by value, so that a CUDA graph can capture it.
+#pragma once
+
+#include <cstdint>
+
+#include "common/backward_finish.cuh"
+#include "common/backward_prepare.cuh"
+#include "common/device_scope.h"
+#include "core/softmax_state.h"
+#include "hopper/backward_paired.cuh"
+#include "hopper/backward_pipeline.cuh"
+#include "hopper/backward_workspace.h"
+#include "hopper/sequence_map.h"
+#include "pantile/attention.h"
+
+namespace pantile::hopper {
+
+inline Status backward_status(cudaError_t error, const char* what) {
+  return error == cudaSuccess
+             ? Status()
+             : Status::error(StatusCode::device_error, "%s: %s", what, cudaGetErrorString(error));
+}
+
+// Everything about one call that is not a template parameter.
+class BackwardCall {
+ public:
+  BackwardCall(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
+               cudaStream_t stream)
+      : problem_(plan.problem),
+        forward_(plan.problem.forward),
+        tensors_(tensors),
+        offsets_(backward_workspace(plan.problem, plan.kernel->head_dim)),
+        workspace_(static_cast<std::uint8_t*>(workspace)),
+        stream_(stream),
+        queries_(side(forward_.seqlen_q, tensors.forward.cu_seqlens_q, tensors.forward.seqused_q)),
+        keys_(side(forward_.seqlen_k, tensors.forward.cu_seqlens_k, tensors.forward.seqused_k)),
+        row_tiles_(numbers(counted_rows(forward_), plan.tile_q, queries_.cu_seqlens)),
+        key_tiles_(numbers(counted_keys(forward_), plan.tile_k, keys_.cu_seqlens)),
+        key_blocks_(plan.blocks),
+        dq_tile_floats_(dq_tile_floats(plan.kernel->head_dim)),
+        mask_(core::make_mask(0, 0, forward_.window_left, forward_.window_right)) {}
+
+  template <class Config, MaskKind kMask, SumKind kSum>
+  Status run() const {
+    Status status;
+    if (kSum == SumKind::integer && key_blocks_ > 0) {
+      status = bound_keys<Config>();
+    }
+    if (status.ok() && row_blocks() > 0) {
+      status = prepare<Config>();
+    }
+    if (status.ok() && key_blocks_ > 0) {
+      status = run_main<Config, kMask, kSum>();
+    }
+    if (status.ok() && row_blocks() > 0) {
+      status = finish<Config, kSum>();
+    }
+    return status;
+  }
+
+ private:
+  static core::SequenceSide side(std::int64_t length, const std::int32_t* cu_seqlens,
+                                 const std::int32_t* seqused) {
+    core::SequenceSide result;
+    result.max_length = static_cast<int>(length);
+    result.cu_seqlens = cu_seqlens;
+    result.seqused = seqused;
+    return result;
+  }
+
+  common::TileNumbers numbers(std::int64_t rows, int tile, const std::int32_t* cu_seqlens) const {
+    return common::TileNumbers{tile, static_cast<int>(forward_.batch),
+                               static_cast<int>(core::ceil_div<std::int64_t>(rows, tile)),
+                               cu_seqlens};
+  }
+
+  template <class T>
+  T* at(std::size_t offset) const {
+    return reinterpret_cast<T*>(workspace_ + offset);
+  }
+
+  int row_blocks() const { return static_cast<int>(offsets_.row_tile_count * forward_.heads_q); }
+
+  common::RowPass row_pass(SumKind sum) const {
+    common::RowPass pass;
+    pass.queries = queries_;
+    pass.keys = keys_;
+    pass.row_tiles = row_tiles_;
+    pass.row_tile_count = static_cast<int>(offsets_.row_tile_count);
+    pass.heads_q = static_cast<int>(forward_.heads_q);
+    pass.group = static_cast<int>(forward_.heads_q / forward_.heads_k);
+    pass.window_left = mask_.left;
+    pass.window_right = mask_.right;
+    pass.tile_floats = dq_tile_floats_;
+    pass.scale = forward_.scale;
+    pass.dq_sum = at<float>(offsets_.dq_sum);
+    pass.lse_terms = at<uint4>(offsets_.lse_terms);
+    pass.delta_terms = at<uint4>(offsets_.delta_terms);
+    pass.key_bounds = sum == SumKind::integer ? at<std::uint32_t>(offsets_.key_bounds) : nullptr;
+    return pass;
+  }
+
+  template <class Config>
+  Status bound_keys() const {
+    common::KeyBoundsParams params;
+    params.queries = queries_;
+    params.keys = keys_;
+    params.key_tiles = key_tiles_;
+    params.heads_k = static_cast<int>(forward_.heads_k);
+    params.window_left = mask_.left;
+    params.window_right = mask_.right;
+    params.k = tensors_.forward.k;
+    params.v = tensors_.forward.v;
+    params.k_layout = forward_.k;
+    params.v_layout = forward_.v;
+    params.head_dim = static_cast<int>(forward_.head_dim);
+    params.head_dim_v = static_cast<int>(forward_.head_dim_v);
+    params.bounds = at<std::uint32_t>(offsets_.key_bounds);
+    const std::size_t bytes = static_cast<std::size_t>(forward_.batch * forward_.heads_k) * 8;
+    Status status =
+        backward_status(cudaMemsetAsync(params.bounds, 0, bytes, stream_), "cudaMemsetAsync");
+    if (status.ok()) {
+      common::bound_keys<Config::kDType>
+          <<<key_blocks_, common::kPrepareThreads, 0, stream_>>>(params);
+      status = backward_status(cudaGetLastError(), "bound_keys");
+    }
+    return status;
+  }
+
+  template <class Config>
+  Status prepare() const {
+    constexpr int kRowThreads = Config::kHeadDimV <= 64 ? 8 : Config::kHeadDimV <= 128 ? 16 : 32;
+    common::PrepareParams params;
+    params.pass = row_pass(problem_.deterministic ? SumKind::integer : SumKind::floating);
+    params.o = tensors_.forward.o;
+    params.grad_o = tensors_.grad_o;
+    params.o_layout = forward_.o;
+    params.grad_o_layout = problem_.grad_o;
+    params.head_dim_v = static_cast<int>(forward_.head_dim_v);
+    params.lse = tensors_.forward.lse;
+    params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
+    params.lse_head_stride = forward_.packed_q ? forward_.total_q : forward_.seqlen_q;
+    params.lse_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q * forward_.heads_q;
+    common::prepare_rows<Config::kDType, Config::kTileQ, kRowThreads>
+        <<<row_blocks(), common::kPrepareThreads, 0, stream_>>>(params);
+    return backward_status(cudaGetLastError(), "prepare_rows");
+  }
+
+  template <class Config>
+  Status encode_maps(BackwardMaps* maps) const {
+    const std::int64_t query_batch = forward_.packed_q ? 1 : forward_.batch;
+    const std::int64_t key_batch = forward_.packed_k ? 1 : forward_.batch;
+    const std::int64_t rows = counted_rows(forward_);
+    const std::int64_t keys = counted_keys(forward_);
+    const SequenceTensor tensors[] = {
+        {"q", tensors_.forward.q, forward_.q, forward_.head_dim, rows, forward_.heads_q,
+         query_batch},
+        {"grad_o", tensors_.grad_o, problem_.grad_o, forward_.head_dim_v, rows, forward_.heads_q,
+         query_batch},
+        {"k", tensors_.forward.k, forward_.k, forward_.head_dim, keys, forward_.heads_k, key_batch},
+        {"v", tensors_.forward.v, forward_.v, forward_.head_dim_v, keys, forward_.heads_k,
+         key_batch}};
+    CUtensorMap* const targets[] = {&maps->q, &maps->grad_o, &maps->k, &maps->v};
+    Status status;
+    for (int i = 0; i < 4 && status.ok(); ++i) {
+      status = encode_sequence_map(tensors[i], Config::kDType,
+                                   i < 2 ? Config::kTileQ : Config::kTileK, targets[i]);
+    }
+    return status;
+  }
+
+  template <MaskKind kMask>
+  core::TileOrder key_order() const {
+    // Under a causal mask the first keys are seen by the most rows. The heads of a section share
+    // L2: Q, dO and the fp32 dQ of their rows.
+    constexpr std::int64_t kSectionBytes = std::int64_t{40} << 20;
+    const std::int64_t group = forward_.heads_q / forward_.heads_k;
+    const std::int64_t head_bytes =
+        forward_.seqlen_q * group *
+        (4 * forward_.head_dim + 2 * (forward_.head_dim + forward_.head_dim_v));
+    const int section =
+        kMask == MaskKind::causal
+            ? core::heads_per_section(
+                  head_bytes, 1, static_cast<int>(forward_.batch * forward_.heads_k), kSectionBytes)
+            : 1;
+    return core::TileOrder(key_tiles_.tiles_per_sequence, static_cast<int>(forward_.heads_k),
+                           static_cast<int>(forward_.batch), section,
+                           core::TileDirection::ascending);
+  }
+
+  template <MaskKind kMask>
+  BackwardParams main_params() const {
+    BackwardParams params;
+    params.queries = queries_;
+    params.keys = keys_;
+    params.row_tiles = row_tiles_;
+    params.key_tiles = key_tiles_;
+    params.order = forward_.packed_k ? core::TileOrder() : key_order<kMask>();
+    params.key_heads = core::FastDivmod(static_cast<int>(forward_.heads_k));
+    params.query_extent = static_cast<int>(counted_rows(forward_));
+    params.key_extent = static_cast<int>(counted_keys(forward_));
+    params.heads_q = static_cast<int>(forward_.heads_q);
+    params.group = static_cast<int>(forward_.heads_q / forward_.heads_k);
+    params.window_left = mask_.left;
+    params.window_right = mask_.right;
+    params.head_dim = static_cast<int>(forward_.head_dim);
+    params.head_dim_v = static_cast<int>(forward_.head_dim_v);
+    params.scale = forward_.scale;
+    params.scale_log2 = forward_.scale * core::kLog2E;
+    params.masked_score = forward_.scale > 0.0f ? -__builtin_huge_valf() : __builtin_huge_valf();
+    params.row_tile_count = offsets_.row_tile_count;
+    params.dq_sum = at<float>(offsets_.dq_sum);
+    params.lse_terms = at<uint4>(offsets_.lse_terms);
+    params.delta_terms = at<uint4>(offsets_.delta_terms);
+    params.grad_k = tensors_.grad_k;
+    params.grad_v = tensors_.grad_v;
+    params.grad_k_layout = problem_.grad_k;
+    params.grad_v_layout = problem_.grad_v;
+    return params;
+  }
+
+  template <class Config, MaskKind kMask, SumKind kSum>
+  Status run_main() const {
+    BackwardMaps maps;
+    Status status = encode_maps<Config>(&maps);
+    if (!status.ok()) {
+      return status;
+    }
+    const BackwardParams params = main_params<kMask>();
+    if constexpr (Config::kTileK == 128) {
+      return launch(backward_paired<Config, kMask, kSum>, kStorageBytes<PairedStorage<Config>>,
+                    Config::kThreads, maps, params);
+    } else {
+      return launch(backward_pipeline<Config, kMask, kSum>, kStorageBytes<PipelineStorage<Config>>,
+                    Config::kThreads, maps, params);
+    }
+  }
+
+  Status launch(void (*kernel)(BackwardMaps, BackwardParams), int shared_bytes, int threads,
+                const BackwardMaps& maps, const BackwardParams& params) const {
+    const Status status = backward_status(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+        "cudaFuncSetAttribute");
+    if (!status.ok()) {
+      return status;
+    }
+    kernel<<<key_blocks_, threads, shared_bytes, stream_>>>(maps, params);
+    return backward_status(cudaGetLastError(), "the main backward kernel");
+  }
+
+  template <class Config, SumKind kSum>
+  Status finish() const {
+    using common::SumFormat;
+    constexpr SumFormat kFormat = kSum == SumKind::floating ? SumFormat::f32
+                                  : Config::kTileK == 128   ? SumFormat::i32
+                                                            : SumFormat::i32x2;
+    common::FinishParams params;
+    params.pass = row_pass(kSum);
+    params.grad_q = tensors_.grad_q;
+    params.grad_q_layout = problem_.grad_q;
+    params.head_dim = static_cast<int>(forward_.head_dim);
+    params.rows_split = Config::kTileQ == 128;
+    const int fragments = dq_tile_floats_ / common::kFragmentFloats;
+    common::finish_rows<Config::kDType, kFormat>
+        <<<row_blocks() * fragments, common::kFinishThreads, 0, stream_>>>(params);
+    return backward_status(cudaGetLastError(), "finish_rows");
+  }
+
+  const BackwardProblem& problem_;
+  const ForwardProblem& forward_;
+  const BackwardTensors& tensors_;
+  const BackwardWorkspace offsets_;
+  std::uint8_t* const workspace_;
+  const cudaStream_t stream_;
+  const core::SequenceSide queries_, keys_;
+  const common::TileNumbers row_tiles_, key_tiles_;
+  const int key_blocks_;
+  const int dq_tile_floats_;
+  const core::Mask mask_;  // only its window
+};
+
+template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
+Status launch_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
+                       void* stream) {
+  using Config = BackwardConfig<kDType, kHeadDim, kHeadDimV>;
+  static_assert(Config::kTileQ == backward_tile_q(kHeadDim));
+  static_assert(Config::kTileK == backward_tile_k(kHeadDim));
+  const common::DeviceScope device(plan.device.device.index);
+  if (device.error() != cudaSuccess) {
+    return backward_status(device.error(), "cudaSetDevice");
+  }
+  const BackwardCall call(plan, tensors, workspace, static_cast<cudaStream_t>(stream));
+  return plan.problem.deterministic ? call.run<Config, kMask, SumKind::integer>()
+                                    : call.run<Config, kMask, SumKind::floating>();
+}
+
+}  // namespace pantile::hopper
