@@ -48,25 +48,28 @@ endfunction()
 function(pantile_cuda_family family archs)
   set(_target pantile_${family})
   add_library(${_target} OBJECT ${ARGN})
-  target_compile_features(${_target} PRIVATE cxx_std_17 cuda_std_20)
+  set(_launcher ${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh ${CMAKE_CUDA_COMPILER_LAUNCHER})
   set_target_properties(${_target} PROPERTIES
-    CUDA_ARCHITECTURES "${archs}" CUDA_SEPARABLE_COMPILATION OFF CUDA_EXTENSIONS OFF
+    CUDA_ARCHITECTURES "${archs}" CUDA_SEPARABLE_COMPILATION OFF
     CUDA_VISIBILITY_PRESET hidden CUDA_RUNTIME_LIBRARY Static JOB_POOL_COMPILE pantile_nvcc
-    CUDA_COMPILER_LAUNCHER
-      "${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh;${CMAKE_CUDA_COMPILER_LAUNCHER}")
+    CUDA_COMPILER_LAUNCHER "${_launcher}")
   target_include_directories(${_target} PRIVATE cpp cpp/include cuda)
   target_compile_definitions(${_target} PRIVATE PANTILE_STATIC)
   target_compile_options(${_target} PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --compress-mode=size -Xptxas=-v>)
+    # As a flag, because CMake 3.25 does not know that nvcc has C++20.
+    -std=c++20 --expt-relaxed-constexpr --compress-mode=size -Xptxas=-v)
   target_link_libraries(${_target} PRIVATE CUDA::cudart_static)
   pantile_warnings(${_target})
   target_sources(pantile PRIVATE $<TARGET_OBJECTS:${_target}>)
 endfunction()
 
 pantile_read_kernels()
-if(EXISTS ${PROJECT_SOURCE_DIR}/cuda/hopper/plan_forward.cc)
-  target_sources(pantile PRIVATE cuda/hopper/plan_forward.cc)
-endif()
+foreach(_source IN ITEMS hopper/plan_forward.cc hopper/plan_backward.cc ampere/plan_forward.cc
+    ampere/plan_backward.cc)
+  if(EXISTS ${PROJECT_SOURCE_DIR}/cuda/${_source})
+    target_sources(pantile PRIVATE cuda/${_source})
+  endif()
+endforeach()
 
 if(PANTILE_HAS_CUDA)
   cmake_host_system_information(RESULT _cores QUERY NUMBER_OF_LOGICAL_CORES)
