@@ -1,0 +1,281 @@
+// FlashAttention-2 forward for a block of query rows of one head.
+//
+// 1. Q^T is packed, one operand a row tile.
+// 2. For every tile of keys that a row of the block sees: K and V are packed once, and for each row
+//    tile that visits it
+//    a. S^T = K Q^T, rows of the sequence along the vector lanes: maxima and sums over keys need no
+//       horizontal operation;
+//    b. the mask, in tiles that core/geometry does not call full;
+//    c. online softmax in base 2, P^T in place of S^T;
+//    d. O = O * factor + P V.
+// 3. O is normalised and written with LSE.
+//
+// Scratch memory belongs to the calling thread. How rows are cut into blocks changes no result.
+#pragma once
+
+#include "core/softmax_state.h"
+#include "cpu/isa/pairs.h"
+#include "cpu/isa/problem.h"
+
+namespace pantile::cpu::PANTILE_ISA {
+namespace {
+
+constexpr float kHidden = -__builtin_huge_valf();  // score of a pair that the mask hides
+constexpr int kWays = 4;                           // keys at a time in the softmax
+
+// A block of rows of one head, and one tile of rows in it.
+struct ForwardBlock {
+  int batch, head;
+  core::Mask mask;
+  Span rows;
+};
+
+struct RowTile {
+  int place;            // first row in the block's scratch arrays
+  Span rows;            // of the sequence
+  Span keys;            // that any of the rows sees
+  core::TilePlan plan;  // in tiles of kForwardKeys
+  int vectors;          // of rows
+};
+
+PANTILE_INLINE RowTile row_tile(const ForwardBlock& block, int place) {
+  const int begin = block.rows.begin + place;
+  const Span rows{begin, core::min_of(begin + kForwardRows, block.rows.end)};
+  return RowTile{place, rows, keys_seen(block.mask, rows),
+                 core::plan_row_tile(block.mask, rows, kForwardKeys),
+                 core::ceil_div(rows.size(), kLanes)};
+}
+
+// Hides scores by the mask, and the rows of S^T between the last key and a multiple of kWays.
+inline void hide_scores(const core::Mask& mask, const RowTile& tile, Span keys, float* scores) {
+  const Ints lanes = lane_numbers();
+  for (int key = keys.begin; key < keys.end; ++key, scores += kForwardRows) {
+    const Span seen = core::visible_rows(mask, key);
+    for (int v = 0; v < tile.vectors; ++v) {
+      const int row = tile.rows.begin + v * kLanes;
+      if (seen.begin > row || seen.end < row + kLanes) {
+        const Ints visible = (lanes >= seen.begin - row) & (lanes < seen.end - row);
+        float* s = scores + v * kLanes;
+        store(s, select(visible, load(s), splat(kHidden)));
+      }
+    }
+  }
+}
+
+inline void pad_scores(int keys, float* scores) {
+  for (int at = keys * kForwardRows; at % (kWays * kForwardRows) != 0; at += kLanes) {
+    store(scores + at, splat(kHidden));
+  }
+}
+
+// P^T of kWays keys, where PV will look for it: in the place of S^T, or in pairs.
+PANTILE_INLINE void keep(const Floats (&p)[kWays], float* scores, float*) {
+  PANTILE_UNROLL for (int way = 0; way < kWays; ++way) {
+    store(scores + way * kForwardRows, p[way]);
+  }
+}
+#if defined(__AVX512BF16__)
+PANTILE_INLINE void keep(const Floats (&p)[kWays], float*, std::uint32_t* pairs) {
+  PANTILE_UNROLL for (int way = 0; way < kWays; way += 2) {
+    store(pairs + way / 2 * kForwardRows, pair_up(p[way], p[way + 1]));
+  }
+}
+#endif
+
+// The online softmax of kLanes rows: reads one column of vectors of S^T, writes P^T, moves the rows'
+// state on and returns what their outputs shrink by. `keys` is a multiple of kWays.
+template <class Math>
+inline Floats soften(float* scores, typename Math::Item* items, int keys, float scale,
+                     float* row_max, float* row_sum) {
+  const auto scaled = [scale](const float* s) {
+    return Math::kScalesScores ? load(s) * splat(scale) : load(s);
+  };
+  Floats top[kWays];
+  PANTILE_UNROLL for (int way = 0; way < kWays; ++way) {
+    top[way] = splat(kHidden);
+  }
+  for (int k = 0; k < keys; k += kWays) {
+    PANTILE_UNROLL for (int way = 0; way < kWays; ++way) {
+      top[way] = max_or_second(scaled(scores + (k + way) * kForwardRows), top[way]);
+    }
+  }
+  const Floats old_max = load(row_max);
+  const Floats max = max_or_second(max_or_second(top[0], top[1]),
+                                   max_or_second(max_or_second(top[2], top[3]), old_max));
+  const Floats shift = select(max == splat(kHidden), Floats{}, max);  // core::softmax_shift
+  Floats sum[kWays] = {};
+  for (int k = 0; k < keys; k += kWays) {
+    float* s = scores + k * kForwardRows;
+    Floats p[kWays];
+    PANTILE_UNROLL for (int way = 0; way < kWays; ++way) {
+      p[way] = exp2(scaled(s + way * kForwardRows) - shift);
+      sum[way] += p[way];
+    }
+    keep(p, s, items + k / Math::kDepth * kForwardRows);
+  }
+  const Floats shrink = exp2(old_max - shift);
+  store(row_max, max);
+  store(row_sum, load(row_sum) * shrink + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
+  return shrink;
+}
+
+// Steps a to d for one row tile and the packed tile of keys that begins at key `packed`.
+// `not_finite` are the rows of V in that tile if some of their values were dropped.
+template <class Math>
+inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTile& tile,
+                   const ForwardScratch& scratch, int packed, bool full, const Rows* not_finite) {
+  using Item = typename Math::Item;
+  const int lda = padded(job.dim) / Math::kDepth;
+  const int width = padded(job.dim_v);
+  // Leave out keys that no row of the tile sees, at the front in whole register blocks.
+  const int skip =
+      core::max_of(0, tile.keys.begin - packed) / (2 * kMaxBlockRows) * (2 * kMaxBlockRows);
+  const Span keys{packed + skip, core::min_of(packed + kForwardKeys, tile.keys.end)};
+
+  Product<Math> scores{};
+  scores.a = static_cast<const Item*>(scratch.keys) + skip * lda;
+  scores.lda = lda;
+  scores.b = static_cast<const Item*>(scratch.queries) + tile.place * lda;
+  scores.ldb = kForwardRows;
+  scores.c = scratch.scores;
+  scores.ldc = kForwardRows;
+  scores.rows = keys.size();
+  scores.vectors = tile.vectors;
+  scores.steps = core::ceil_div(job.dim, Math::kDepth);
+  multiply<Math, Start::zero, Walk::along_rows>(scores);
+
+  if (!full) {
+    hide_scores(block.mask, tile, keys, scratch.scores);
+  }
+  pad_scores(keys.size(), scratch.scores);
+  for (int v = 0; v < tile.vectors; ++v) {
+    const int lane = v * kLanes;
+    const Floats factor = soften<Math>(
+        scratch.scores + lane, static_cast<Item*>(scratch.probabilities) + lane,
+        core::round_up(keys.size(), kWays), job.scale * core::kLog2E,
+        scratch.row_max + tile.place + lane, scratch.row_sum + tile.place + lane);
+    store(scratch.row_factor + lane, factor);
+  }
+
+  Product<Math> outputs{};
+  outputs.a = static_cast<const Item*>(Math::kDepth == 1 ? scratch.scores : scratch.probabilities);
+  outputs.lda = kForwardRows;
+  outputs.b = static_cast<const Item*>(scratch.values) + skip / Math::kDepth * width;
+  outputs.ldb = width;
+  outputs.c = scratch.outputs + tile.place * width;
+  outputs.ldc = width;
+  outputs.rows = tile.rows.size();
+  outputs.vectors = width / kLanes;
+  outputs.steps = core::ceil_div(keys.size(), Math::kDepth);
+  outputs.factor = scratch.row_factor;
+  multiply<Math, Start::old_scaled, Walk::along_columns>(outputs);
+  if (not_finite != nullptr) {
+    Rows values = *not_finite;
+    values.data = static_cast<const char*>(values.data) +
+                  skip * values.stride * dtype_bytes(values.dtype);
+    values.count = keys.size();
+    add_not_finite<Walk::along_columns>(outputs, tile.rows.size(), values, [&](int i, int k) {
+      return core::is_visible(block.mask, tile.rows.begin + i, keys.begin + k);
+    });
+  }
+}
+
+// Stage 3 for the rows of a block.
+inline void write_block(const ForwardJob& job, const ForwardBlock& block,
+                        const ForwardScratch& scratch) {
+  const int width = padded(job.dim_v);
+  with_element(job.dtype, [&](auto element) {
+    using Element = decltype(element);
+    typename Element::Raw* o = head_address<Element>(job.o, block.batch, block.head);
+    for (int i = 0; i < block.rows.size(); ++i) {
+      const core::SoftmaxState state{scratch.row_max[i], scratch.row_sum[i]};
+      const Floats factor = splat(core::normaliser(state));
+      const float* from = scratch.outputs + i * width;
+      typename Element::Raw* to = o + (block.rows.begin + i) * job.o.side.seq_stride;
+      for (int d = 0; d < job.dim_v; d += kLanes) {
+        write_row<Element>(to, d, job.dim_v, load(from + d) * factor);
+      }
+    }
+  });
+  if (job.lse.data != nullptr) {
+    float* lse = head_values(job.lse, job.q.side, block.batch, block.head) + block.rows.begin;
+    for (int i = 0; i < block.rows.size(); ++i) {
+      const core::SoftmaxState state{scratch.row_max[i], scratch.row_sum[i]};
+      lse[i] = core::log_sum_exp(state, [](float x) { return __builtin_log2f(x); });
+    }
+  }
+}
+
+// Rows that exist in memory but take no part: O = 0, LSE = -inf.
+inline void write_unused(const ForwardJob& job, int batch, int head, Span rows) {
+  clear_rows(job.dtype, job.o, batch, head, rows, job.dim_v);
+  if (job.lse.data != nullptr) {
+    float* lse = head_values(job.lse, job.q.side, batch, head);
+    for (int row = rows.begin; row < rows.end; ++row) {
+      lse[row] = kHidden;
+    }
+  }
+}
+
+// Stages 1 and 2.
+template <class Math>
+inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
+                        const ForwardScratch& scratch) {
+  using Item = typename Math::Item;
+  const int key_head = job.heads.key_head(block.head);
+  const int row_tiles = core::ceil_div(block.rows.size(), kForwardRows);
+  const int lda = padded(job.dim) / Math::kDepth;
+  for (int t = 0; t < row_tiles; ++t) {
+    const RowTile tile = row_tile(block, t * kForwardRows);
+    pack_transposed(Math(), static_cast<Item*>(scratch.queries) + tile.place * lda, kForwardRows,
+                    rows_of(job.dtype, job.q, block.batch, block.head, tile.rows, job.dim),
+                    job.scale * core::kLog2E);
+  }
+  const Span seen = keys_seen(block.mask, block.rows);
+  if (seen.empty()) {
+    return;
+  }
+  for (int k = seen.begin / kForwardKeys; k * kForwardKeys < seen.end; ++k) {
+    const Span keys{k * kForwardKeys,
+                    core::min_of((k + 1) * kForwardKeys, block.mask.keys)};
+    const Rows values = rows_of(job.dtype, job.v, block.batch, key_head, keys, job.dim_v);
+    pack_rows(Math(), static_cast<Item*>(scratch.keys),
+              rows_of(job.dtype, job.k, block.batch, key_head, keys, job.dim), kForwardKeys);
+    const bool dropped = pack_summed(Math(), static_cast<Item*>(scratch.values), values);
+    for (int t = 0; t < row_tiles; ++t) {
+      const RowTile tile = row_tile(block, t * kForwardRows);
+      if (k >= tile.plan.visit.begin && k < tile.plan.visit.end) {
+        const bool full = k >= tile.plan.full.begin && k < tile.plan.full.end;
+        attend<Math>(job, block, tile, scratch, keys.begin, full, dropped ? &values : nullptr);
+      }
+    }
+  }
+}
+
+template <class Math>
+void forward(const ForwardJob& job, int item, void* memory) {
+  const core::WorkTile work = job.order.tile(item);
+  const Extent q = extent_of(job.q.side, work.batch);
+  const Extent k = extent_of(job.k.side, work.batch);
+  const int begin = work.tile * job.item_rows;
+  const int end = core::min_of(begin + job.item_rows, q.room);
+  const Span rows{begin, core::min_of(end, q.length)};
+  if (!rows.empty()) {
+    const ForwardScratch scratch = forward_scratch(job, memory);
+    const ForwardBlock block{work.batch, work.head, mask_of(job, q.length, k.length), rows};
+    const int capacity = core::round_up(rows.size(), kForwardRows);
+    for (int i = 0; i < capacity; i += kLanes) {
+      store(scratch.row_max + i, splat(core::empty_softmax_state().max));
+      store(scratch.row_sum + i, splat(core::empty_softmax_state().sum));
+    }
+    for (int i = 0; i < capacity * padded(job.dim_v); i += kLanes) {
+      store(scratch.outputs + i, Floats{});
+    }
+    stream_keys<Math>(job, block, scratch);
+    write_block(job, block, scratch);
+  }
+  write_unused(job, work.batch, work.head, Span{core::max_of(begin, q.length), end});
+}
+
+}  // namespace
+}  // namespace pantile::cpu::PANTILE_ISA

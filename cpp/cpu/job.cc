@@ -1,0 +1,140 @@
+#include "cpu/job.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace pantile::cpu {
+namespace {
+
+Operand operand(const void* data, const Layout& layout, std::int64_t max_length,
+                const std::int32_t* cu_seqlens, const std::int32_t* seqused) {
+  Operand result;
+  result.data = const_cast<void*>(data);
+  result.head_stride = layout.head;
+  result.side.batch_stride = layout.batch;
+  result.side.seq_stride = layout.seq;
+  result.side.max_length = static_cast<int>(max_length);
+  result.side.cu_seqlens = cu_seqlens;
+  result.side.seqused = seqused;
+  return result;
+}
+
+Operand query_operand(const void* data, const Layout& layout, const ForwardProblem& problem,
+                      const ForwardTensors& tensors) {
+  return operand(data, layout, problem.seqlen_q, tensors.cu_seqlens_q, tensors.seqused_q);
+}
+
+Operand key_operand(const void* data, const Layout& layout, const ForwardProblem& problem,
+                    const ForwardTensors& tensors) {
+  return operand(data, layout, problem.seqlen_k, tensors.cu_seqlens_k, tensors.seqused_k);
+}
+
+void fill_job(const ForwardProblem& problem, const ForwardTensors& tensors, Job* job) {
+  job->dtype = problem.dtype;
+  job->dim = static_cast<int>(problem.head_dim);
+  job->dim_v = static_cast<int>(problem.head_dim_v);
+  job->heads = core::Heads{static_cast<int>(problem.heads_q), static_cast<int>(problem.heads_k)};
+  job->window_left = problem.window_left;
+  job->window_right = problem.window_right;
+  job->scale = problem.scale;
+  job->q = query_operand(tensors.q, problem.q, problem, tensors);
+  job->k = key_operand(tensors.k, problem.k, problem, tensors);
+  job->v = key_operand(tensors.v, problem.v, problem, tensors);
+  job->o = query_operand(tensors.o, problem.o, problem, tensors);
+}
+
+RowValues row_values(const float* data, const ForwardProblem& problem) {
+  RowValues result;
+  result.data = const_cast<float*>(data);
+  result.head_stride = problem.packed_q ? problem.total_q : problem.seqlen_q;
+  result.batch_stride = problem.packed_q ? 0 : problem.heads_q * problem.seqlen_q;
+  return result;
+}
+
+core::TileOrder tile_order(std::int64_t length, int tile_size, std::int64_t heads,
+                           std::int64_t batch, core::TileDirection direction) {
+  const int tiles = static_cast<int>(core::ceil_div<std::int64_t>(length, tile_size));
+  const auto all_heads = static_cast<int>(core::max_of<std::int64_t>(heads * batch, 1));
+  return core::TileOrder(tiles, static_cast<int>(heads), static_cast<int>(batch), all_heads,
+                         direction);
+}
+
+// Rows of one packed tensor that no sequence holds, set to zero.
+void clear_tensor(DType dtype, const Operand& operand, int heads, int dim, std::int64_t begin,
+                  std::int64_t end) {
+  for (std::int64_t row = begin; row < end; ++row) {
+    for (int head = 0; head < heads; ++head) {
+      const std::int64_t offset = row * operand.side.seq_stride + head * operand.head_stride;
+      std::memset(static_cast<char*>(operand.data) + offset * dtype_bytes(dtype), 0,
+                  static_cast<std::size_t>(dim * dtype_bytes(dtype)));
+    }
+  }
+}
+
+void clear_tensor_outside(DType dtype, const Operand& operand, int heads, int dim,
+                          std::int64_t batch, std::int64_t total) {
+  if (operand.side.cu_seqlens != nullptr) {
+    clear_tensor(dtype, operand, heads, dim, 0, operand.side.cu_seqlens[0]);
+    clear_tensor(dtype, operand, heads, dim, operand.side.cu_seqlens[batch], total);
+  }
+}
+
+}  // namespace
+
+ForwardJob forward_job(const ForwardPlan& plan, const ForwardTensors& tensors) {
+  const ForwardProblem& problem = plan.problem;
+  ForwardJob job;
+  fill_job(problem, tensors, &job);
+  job.lse = row_values(tensors.lse, problem);
+  job.item_rows = plan.tile_q;
+  job.order = tile_order(problem.seqlen_q, job.item_rows, problem.heads_q, problem.batch,
+                         core::TileDirection::descending);
+  return job;
+}
+
+BackwardJob backward_job(const BackwardPlan& plan, const BackwardTensors& tensors) {
+  const ForwardProblem& problem = plan.problem.forward;
+  const ForwardTensors& inputs = tensors.forward;
+  BackwardJob job;
+  fill_job(problem, inputs, &job);
+  job.grad_o = query_operand(tensors.grad_o, plan.problem.grad_o, problem, inputs);
+  job.grad_q = query_operand(tensors.grad_q, plan.problem.grad_q, problem, inputs);
+  job.grad_k = key_operand(tensors.grad_k, plan.problem.grad_k, problem, inputs);
+  job.grad_v = key_operand(tensors.grad_v, plan.problem.grad_v, problem, inputs);
+  job.lse = row_values(inputs.lse, problem);
+  job.grad_lse = row_values(tensors.grad_lse, problem);
+  job.row_order = tile_order(problem.seqlen_q, kBackwardRows, problem.heads_q, problem.batch,
+                             core::TileDirection::ascending);
+  job.key_order = tile_order(problem.seqlen_k, kBackwardItemKeys, problem.heads_k, problem.batch,
+                             core::TileDirection::ascending);
+  job.row_tiles =
+      static_cast<int>(core::ceil_div<std::int64_t>(problem.seqlen_q, kBackwardRows));
+  return job;
+}
+
+void clear_outside(const ForwardJob& job, const ForwardProblem& problem) {
+  clear_tensor_outside(job.dtype, job.o, job.heads.heads_q, job.dim_v, problem.batch,
+                       problem.total_q);
+  if (job.q.side.cu_seqlens != nullptr && job.lse.data != nullptr) {
+    for (int head = 0; head < job.heads.heads_q; ++head) {
+      float* lse = job.lse.data + head * job.lse.head_stride;
+      for (std::int64_t row = 0; row < job.q.side.cu_seqlens[0]; ++row) {
+        lse[row] = -HUGE_VALF;
+      }
+      for (std::int64_t row = job.q.side.cu_seqlens[problem.batch]; row < problem.total_q; ++row) {
+        lse[row] = -HUGE_VALF;
+      }
+    }
+  }
+}
+
+void clear_outside(const BackwardJob& job, const ForwardProblem& problem) {
+  clear_tensor_outside(job.dtype, job.grad_q, job.heads.heads_q, job.dim, problem.batch,
+                       problem.total_q);
+  clear_tensor_outside(job.dtype, job.grad_k, job.heads.heads_k, job.dim, problem.batch,
+                       problem.total_k);
+  clear_tensor_outside(job.dtype, job.grad_v, job.heads.heads_k, job.dim_v, problem.batch,
+                       problem.total_k);
+}
+
+}  // namespace pantile::cpu

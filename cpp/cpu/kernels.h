@@ -1,0 +1,203 @@
+// What the dispatcher and the kernels agree on: one call's tensors and tiling, the scratch memory of
+// a thread, and the table of entry points that each instruction set exports.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/geometry.h"
+#include "core/heads.h"
+#include "core/sequence.h"
+#include "core/tile_order.h"
+#include "pantile/device.h"
+#include "pantile/dtype.h"
+
+namespace pantile::cpu {
+
+// Rows and keys per tile. All are multiples of every register block's rows (6, 8, 12) and of every
+// vector width (4, 8, 16 floats). They also fix the order of every sum, so they must depend on
+// neither the number of threads nor the instruction set.
+inline constexpr int kForwardRows = 48;
+inline constexpr int kForwardKeys = 96;
+inline constexpr int kBackwardRows = 96;
+inline constexpr int kBackwardKeys = 48;     // keys whose scores are in L1 at one time
+inline constexpr int kBackwardSubtiles = 4;  // of kBackwardKeys each, in one work item
+inline constexpr int kBackwardItemKeys = kBackwardKeys * kBackwardSubtiles;
+inline constexpr int kColumnPad = 16;        // rows of tiles in scratch memory are whole vectors
+
+// One of q, k, v, o and their gradients.
+struct Operand {
+  void* data = nullptr;
+  core::SequenceSide side;
+  std::int64_t head_stride = 0;  // elements
+};
+
+// LSE and dLSE: float [batch, heads_q, seqlen_q], packed [heads_q, total_q].
+struct RowValues {
+  float* data = nullptr;
+  std::int64_t batch_stride = 0;  // elements; 0 when packed
+  std::int64_t head_stride = 0;   // elements
+};
+
+// The parts that both passes share.
+struct Job {
+  DType dtype = DType::f32;
+  int dim = 0;    // of Q and K
+  int dim_v = 0;  // of V and O
+  core::Heads heads{1, 1};
+  std::int64_t window_left = -1;
+  std::int64_t window_right = -1;
+  float scale = 0.0f;
+  Operand q, k, v, o;
+};
+
+struct ForwardJob : Job {
+  RowValues lse;
+  int item_rows = 0;      // a multiple of kForwardRows
+  core::TileOrder order;  // tiles of item_rows rows
+};
+
+struct BackwardJob : Job {
+  Operand grad_o, grad_q, grad_k, grad_v;
+  RowValues lse, grad_lse;
+  core::TileOrder row_order;  // tiles of kBackwardRows rows
+  core::TileOrder key_order;  // tiles of kBackwardItemKeys keys; ascending, see `turns`
+
+  // In the workspace, shared by all threads.
+  RowValues lse2;   // LSE * log2(e); +inf for rows that attend to nothing
+  RowValues delta;  // rowsum(dO * O) - dLSE
+  Operand sum_q;    // dQ in f32, not yet scaled; grad_q itself when that is f32
+  // A row tile's dQ is summed over key tiles in ascending order: its turn is the key tile that may
+  // add next. Work items are handed out in ascending order, so whoever is waited for is running.
+  std::int32_t* turns = nullptr;  // [batch][heads_q][row_tiles]
+  int row_tiles = 0;              // of the longest sequence
+};
+
+// Cuts a block of memory into aligned arrays. Starting from address 0 it only measures.
+class Carver {
+ public:
+  PANTILE_HD explicit Carver(void* base) : at_(reinterpret_cast<std::uintptr_t>(base)) {}
+
+  template <class T>
+  PANTILE_HD T* take(std::int64_t count) {
+    constexpr std::uintptr_t kAlign = 64;  // a cache line and the widest vector
+    T* array = reinterpret_cast<T*>(at_);
+    const std::uintptr_t bytes = static_cast<std::uintptr_t>(count) * sizeof(T);
+    at_ += (bytes + kAlign - 1) / kAlign * kAlign;
+    return array;
+  }
+  PANTILE_HD std::uintptr_t end() const { return at_; }
+
+ private:
+  std::uintptr_t at_;
+};
+
+PANTILE_HD int padded(int columns) {
+  return core::round_up(columns, kColumnPad);
+}
+
+// A thread's own memory. Operands of matrix products are void: they hold floats, or pairs of bf16
+// in half the room.
+struct ForwardScratch {
+  void* keys;           // K tile, A operand [kForwardKeys][dim]
+  void* values;         // V tile, B operand summed over keys [kForwardKeys][dim_v]
+  void* queries;        // Q^T, for each row tile a B operand [dim][kForwardRows]
+  void* probabilities;  // P^T in pairs [kForwardKeys / 2][kForwardRows]
+  float* scores;        // S^T, and P^T in floats [kForwardKeys][kForwardRows]
+  float* outputs;       // O before normalisation [item_rows][dim_v]
+  float* row_max;       // [item_rows]
+  float* row_sum;       // [item_rows]
+  float* row_factor;    // [kForwardRows]
+  std::size_t bytes;
+};
+
+PANTILE_HD ForwardScratch forward_scratch(const ForwardJob& job, void* base) {
+  const std::int64_t dim = padded(job.dim);
+  const std::int64_t dim_v = padded(job.dim_v);
+  Carver carver(base);
+  ForwardScratch scratch{};
+  scratch.keys = carver.take<float>(kForwardKeys * dim);
+  scratch.values = carver.take<float>(kForwardKeys * dim_v);
+  scratch.queries = carver.take<float>(job.item_rows * dim);
+  scratch.probabilities = carver.take<float>(kForwardKeys / 2 * kForwardRows);
+  scratch.scores = carver.take<float>(kForwardKeys * kForwardRows);
+  scratch.outputs = carver.take<float>(job.item_rows * dim_v);
+  scratch.row_max = carver.take<float>(job.item_rows);
+  scratch.row_sum = carver.take<float>(job.item_rows);
+  scratch.row_factor = carver.take<float>(kForwardRows);
+  scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
+  return scratch;
+}
+
+struct BackwardScratch {
+  void* keys;           // K tile, A operand [kBackwardItemKeys][dim]
+  void* keys_summed;    // K tile, B operand summed over keys [kBackwardItemKeys][dim]
+  void* values;         // V tile, A operand [kBackwardItemKeys][dim_v]
+  void* queries;        // Q^T, B operand [dim][kBackwardRows]
+  void* queries_summed; // Q, B operand summed over rows [kBackwardRows][dim]
+  void* grads;          // dO^T, B operand [dim_v][kBackwardRows]
+  void* grads_summed;   // dO, B operand summed over rows [kBackwardRows][dim_v]
+  void* pairs_p;        // P^T in pairs along rows [kBackwardKeys][kBackwardRows / 2]
+  void* pairs_ds;       // dS^T in pairs along rows [kBackwardKeys][kBackwardRows / 2]
+  void* pairs_ds_keys;  // dS^T in pairs along keys [kBackwardKeys / 2][kBackwardRows]
+  float* scores;        // S^T, then P^T [kBackwardKeys][kBackwardRows]
+  float* grad_scores;   // dP^T, then dS^T [kBackwardKeys][kBackwardRows]
+  float* grad_keys;     // dK [kBackwardItemKeys][dim]
+  float* grad_values;   // dV [kBackwardItemKeys][dim_v]
+  float* grad_queries;  // this item's share of a dQ tile [kBackwardRows][dim]
+  float* lse2;          // [kBackwardRows]
+  float* delta;         // [kBackwardRows]
+  std::size_t bytes;
+};
+
+PANTILE_HD BackwardScratch backward_scratch(const BackwardJob& job, void* base) {
+  const std::int64_t dim = padded(job.dim);
+  const std::int64_t dim_v = padded(job.dim_v);
+  constexpr std::int64_t kScores = kBackwardKeys * kBackwardRows;
+  Carver carver(base);
+  BackwardScratch scratch{};
+  scratch.keys = carver.take<float>(kBackwardItemKeys * dim);
+  scratch.keys_summed = carver.take<float>(kBackwardItemKeys * dim);
+  scratch.values = carver.take<float>(kBackwardItemKeys * dim_v);
+  scratch.queries = carver.take<float>(kBackwardRows * dim);
+  scratch.queries_summed = carver.take<float>(kBackwardRows * dim);
+  scratch.grads = carver.take<float>(kBackwardRows * dim_v);
+  scratch.grads_summed = carver.take<float>(kBackwardRows * dim_v);
+  scratch.pairs_p = carver.take<float>(kScores / 2);
+  scratch.pairs_ds = carver.take<float>(kScores / 2);
+  scratch.pairs_ds_keys = carver.take<float>(kScores / 2);
+  scratch.scores = carver.take<float>(kScores);
+  scratch.grad_scores = carver.take<float>(kScores);
+  scratch.grad_keys = carver.take<float>(kBackwardItemKeys * dim);
+  scratch.grad_values = carver.take<float>(kBackwardItemKeys * dim_v);
+  scratch.grad_queries = carver.take<float>(kBackwardRows * dim);
+  scratch.lse2 = carver.take<float>(kBackwardRows);
+  scratch.delta = carver.take<float>(kBackwardRows);
+  scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
+  return scratch;
+}
+
+// One instruction set's kernels. `item` is a work id of the job's order, `scratch` is the calling
+// thread's own memory.
+struct KernelTable {
+  void (*forward)(const ForwardJob& job, int item, void* scratch);
+  void (*prepare_backward)(const BackwardJob& job, int item);  // work ids of row_order
+  void (*backward)(const BackwardJob& job, int item, void* scratch);  // of key_order
+};
+
+namespace baseline {
+extern const KernelTable kKernels;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const KernelTable kKernels;
+}
+namespace avx512 {
+extern const KernelTable kKernels;
+}
+namespace avx512_bf16 {
+extern const KernelTable kKernels;
+}
+#endif
+
+}  // namespace pantile::cpu

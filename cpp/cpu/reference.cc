@@ -1,0 +1,199 @@
+#include "cpu/reference.h"
+
+#include <cmath>
+
+#include "cpu/convert.h"
+
+namespace pantile::cpu {
+namespace {
+
+// One head of one sequence of a tensor.
+struct Head {
+  DType dtype;
+  void* data;
+  std::int64_t offset;  // elements to its first row
+  std::int64_t stride;  // elements between rows
+
+  double at(int row, int column) const {
+    return read_element(dtype, data, offset + row * stride + column);
+  }
+  void set(int row, int column, double value) const {
+    write_element(dtype, data, offset + row * stride + column, value);
+  }
+};
+
+Head head_of(DType dtype, const Operand& operand, int batch, int head) {
+  const core::Sequence sequence = core::locate_sequence(operand.side, batch);
+  return Head{dtype, operand.data, sequence.offset + head * operand.head_stride,
+              operand.side.seq_stride};
+}
+
+// Rows that are there, used or not.
+int room_of(core::SequenceSide side, int batch) {
+  side.seqused = nullptr;
+  return core::max_of(core::locate_sequence(side, batch).length, 0);
+}
+
+int length_of(const core::SequenceSide& side, int batch) {
+  return core::clamp(core::locate_sequence(side, batch).length, 0, room_of(side, batch));
+}
+
+float* values_of(const RowValues& values, const core::SequenceSide& side, int batch, int head) {
+  const std::int64_t row = side.cu_seqlens != nullptr ? side.cu_seqlens[batch] : 0;
+  return values.data + batch * values.batch_stride + head * values.head_stride + row;
+}
+
+double dot(const Head& a, int row_a, const Head& b, int row_b, int dim) {
+  double sum = 0.0;
+  for (int d = 0; d < dim; ++d) {
+    sum += a.at(row_a, d) * b.at(row_b, d);
+  }
+  return sum;
+}
+
+// exp(score - max) of each key of `keys` in weights[key - keys.begin]; returns max and sum.
+struct Softmax {
+  double max, sum;
+};
+
+Softmax weigh_row(const Job& job, const Head& q, const Head& k, int row, core::Span keys,
+                  double* weights) {
+  Softmax softmax{-HUGE_VAL, 0.0};
+  for (int key = keys.begin; key < keys.end; ++key) {
+    const double score = dot(q, row, k, key, job.dim) * static_cast<double>(job.scale);
+    weights[key - keys.begin] = score;
+    softmax.max = score > softmax.max ? score : softmax.max;
+  }
+  const double shift = softmax.max == -HUGE_VAL ? 0.0 : softmax.max;
+  for (int i = 0; i < keys.size(); ++i) {
+    weights[i] = std::exp(weights[i] - shift);
+    softmax.sum += weights[i];
+  }
+  return softmax;
+}
+
+core::Mask mask_of(const Job& job, int batch) {
+  return core::make_mask(length_of(job.q.side, batch), length_of(job.k.side, batch),
+                         job.window_left, job.window_right);
+}
+
+// What the gradients of one key/value head are summed in.
+struct GradientSums {
+  double* weights;      // [keys] of one row: P
+  double* grad_scores;  // [keys] of one row: dP, then dS
+  double* grad_keys;    // [keys][dim]
+  double* grad_values;  // [keys][dim_v]
+};
+
+// One query row: adds to dK and dV and writes dQ.
+void backward_row(const BackwardJob& job, int batch, int head, int row, core::Span keys,
+                  const GradientSums& sums) {
+  const int key_head = job.heads.key_head(head);
+  const Head q = head_of(job.dtype, job.q, batch, head);
+  const Head k = head_of(job.dtype, job.k, batch, key_head);
+  const Head v = head_of(job.dtype, job.v, batch, key_head);
+  const Head grad_o = head_of(job.dtype, job.grad_o, batch, head);
+  const Softmax softmax = weigh_row(job, q, k, row, keys, sums.weights);
+  double delta = 0.0;  // rowsum(dO * O) = rowsum(P * dP)
+  for (int i = 0; i < keys.size(); ++i) {
+    sums.weights[i] = softmax.sum == 0.0 ? 0.0 : sums.weights[i] / softmax.sum;
+    sums.grad_scores[i] = dot(grad_o, row, v, keys.begin + i, job.dim_v);
+    delta += sums.weights[i] * sums.grad_scores[i];
+  }
+  if (job.grad_lse.data != nullptr) {
+    delta -= static_cast<double>(values_of(job.grad_lse, job.q.side, batch, head)[row]);
+  }
+  for (int i = 0; i < keys.size(); ++i) {
+    const int key = keys.begin + i;
+    const double p = sums.weights[i];
+    const double ds = p * (sums.grad_scores[i] - delta) * static_cast<double>(job.scale);
+    sums.grad_scores[i] = ds;
+    for (int d = 0; d < job.dim; ++d) {
+      sums.grad_keys[static_cast<std::int64_t>(key) * job.dim + d] += ds * q.at(row, d);
+    }
+    for (int d = 0; d < job.dim_v; ++d) {
+      sums.grad_values[static_cast<std::int64_t>(key) * job.dim_v + d] += p * grad_o.at(row, d);
+    }
+  }
+  const Head grad_q = head_of(job.dtype, job.grad_q, batch, head);
+  for (int d = 0; d < job.dim; ++d) {
+    double sum = 0.0;
+    for (int i = 0; i < keys.size(); ++i) {
+      sum += sums.grad_scores[i] * k.at(keys.begin + i, d);
+    }
+    grad_q.set(row, d, sum);
+  }
+}
+
+}  // namespace
+
+std::int64_t reference_forward_doubles(int max_keys) {
+  return max_keys;
+}
+
+std::int64_t reference_backward_doubles(int max_keys, int dim, int dim_v) {
+  return static_cast<std::int64_t>(max_keys) * (2 + dim + dim_v);
+}
+
+void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Span rows,
+                            double* scratch) {
+  const core::Mask mask = mask_of(job, batch);
+  const Head q = head_of(job.dtype, job.q, batch, head);
+  const Head k = head_of(job.dtype, job.k, batch, job.heads.key_head(head));
+  const Head v = head_of(job.dtype, job.v, batch, job.heads.key_head(head));
+  const Head o = head_of(job.dtype, job.o, batch, head);
+  float* lse =
+      job.lse.data == nullptr ? nullptr : values_of(job.lse, job.q.side, batch, head);
+  const int end = core::min_of(rows.end, room_of(job.q.side, batch));
+  for (int row = rows.begin; row < end; ++row) {
+    const core::Span keys =
+        row < mask.rows ? core::visible_keys(mask, row) : core::Span{0, 0};
+    const Softmax softmax = weigh_row(job, q, k, row, keys, scratch);
+    for (int d = 0; d < job.dim_v; ++d) {
+      double sum = 0.0;
+      for (int i = 0; i < keys.size(); ++i) {
+        sum += scratch[i] * v.at(keys.begin + i, d);
+      }
+      o.set(row, d, softmax.sum == 0.0 ? 0.0 : sum / softmax.sum);
+    }
+    if (lse != nullptr) {
+      lse[row] = static_cast<float>(
+          softmax.sum == 0.0 ? -HUGE_VAL : softmax.max + std::log(softmax.sum));
+    }
+  }
+}
+
+void reference_backward_head(const BackwardJob& job, int batch, int key_head, double* scratch) {
+  const core::Mask mask = mask_of(job, batch);
+  const std::int64_t keys = mask.keys;
+  const GradientSums sums{scratch, scratch + keys, scratch + 2 * keys,
+                          scratch + (2 + job.dim) * keys};
+  for (std::int64_t i = 0; i < keys * (job.dim + job.dim_v); ++i) {
+    sums.grad_keys[i] = 0.0;  // and grad_values, which follow
+  }
+  const int first = job.heads.first_query_head(key_head);
+  for (int head = first; head < first + job.heads.group(); ++head) {
+    const Head grad_q = head_of(job.dtype, job.grad_q, batch, head);
+    for (int row = 0; row < mask.rows; ++row) {
+      backward_row(job, batch, head, row, core::visible_keys(mask, row), sums);
+    }
+    for (int row = mask.rows; row < room_of(job.q.side, batch); ++row) {
+      for (int d = 0; d < job.dim; ++d) {
+        grad_q.set(row, d, 0.0);
+      }
+    }
+  }
+  const Head grad_k = head_of(job.dtype, job.grad_k, batch, key_head);
+  const Head grad_v = head_of(job.dtype, job.grad_v, batch, key_head);
+  for (int key = 0; key < room_of(job.k.side, batch); ++key) {
+    const bool used = key < mask.keys;
+    for (int d = 0; d < job.dim; ++d) {
+      grad_k.set(key, d, used ? sums.grad_keys[key * std::int64_t{job.dim} + d] : 0.0);
+    }
+    for (int d = 0; d < job.dim_v; ++d) {
+      grad_v.set(key, d, used ? sums.grad_values[key * std::int64_t{job.dim_v} + d] : 0.0);
+    }
+  }
+}
+
+}  // namespace pantile::cpu

@@ -1,0 +1,23 @@
+// Textbook attention in double, row by row, straight from the formulas: the oracle of every test.
+// It shares masks, sequences and heads with the kernels, but none of their arithmetic.
+#pragma once
+
+#include "cpu/kernels.h"
+
+namespace pantile::cpu {
+
+inline constexpr int kReferenceRows = 64;  // of one head, in one work item of the forward
+
+// Doubles of scratch memory that one thread needs.
+std::int64_t reference_forward_doubles(int max_keys);
+std::int64_t reference_backward_doubles(int max_keys, int dim, int dim_v);
+
+// Rows [rows.begin, rows.end) of one head of one sequence.
+void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Span rows,
+                            double* scratch);
+
+// All gradients of one key/value head of one sequence and of the query heads it serves. O and LSE
+// are computed again, not read.
+void reference_backward_head(const BackwardJob& job, int batch, int key_head, double* scratch);
+
+}  // namespace pantile::cpu
