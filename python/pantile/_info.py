@@ -19,7 +19,7 @@ def devices() -> list[dict]:
 
 
 def cuda_reason() -> str:
-    """Why there is no CUDA device, in the driver's or the build's words; empty when there is one."""
+    """Why there is no CUDA device, in the driver's or the build's words; empty if there is one."""
     return _C.devices()[1]
 
 

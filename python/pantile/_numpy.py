@@ -34,7 +34,7 @@ def _check_lengths(name: str, x: object) -> None:
 
 
 def _raw(x: np.ndarray) -> np.ndarray:
-    """The view that the bindings read: bfloat16 goes as uint16, DLPack knows no strides in bytes."""
+    """What the bindings read: bfloat16 as uint16, strides in whole elements, as DLPack wants."""
     if any(stride % x.itemsize for stride in x.strides) or not x.flags.aligned:
         x = np.ascontiguousarray(x)
     return x.view(np.uint16) if _is_bfloat16(x.dtype) else x

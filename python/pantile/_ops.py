@@ -7,9 +7,8 @@ cut around the dispatcher that does the same work; it is taken only when nothing
 
 from __future__ import annotations
 
-import threading
-
 import torch
+from torch.autograd import forward_ad
 from torch.utils import flop_counter
 
 from pantile import _C, _runtime
@@ -26,6 +25,7 @@ _SETTINGS = (
 )
 _SETTINGS_COUNT = 10
 _LENGTHS_COUNT = 4  # the first settings are tensors
+_NO_LENGTHS = (None,) * _LENGTHS_COUNT
 
 _TENSOR_NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
@@ -64,18 +64,22 @@ def _reject(q, k, v, settings) -> None:
     raise AssertionError("unreachable: the bindings accepted operands of a wrong rank")
 
 
+def _lse_shape(shape) -> tuple:
+    """Of q's [batch, seq, heads, dim]: [batch, heads, seq]; packed [total, ..]: [heads, total]."""
+    return (*shape[:-3], shape[-2], shape[-3])
+
+
 def _new_outputs(q: Tensor, v: Tensor, partial: bool, wants_lse: bool):
     """o and lse; rows that ``seqused_q`` leaves out are never written, so they are set here."""
-    *rows, head_dim = q.shape
+    shape = q.shape
     head_dim_v = v.shape[-1]
-    if head_dim == head_dim_v and q.is_contiguous():
+    if shape[-1] == head_dim_v and q.is_contiguous():
         o = torch.empty_like(q)
     else:
-        o = q.new_empty((*rows, head_dim_v))
+        o = q.new_empty((*shape[:-1], head_dim_v))
     lse = None
     if wants_lse:
-        # [batch, seq, heads] -> [batch, heads, seq]; packed: [total, heads] -> [heads, total]
-        lse = q.new_empty((*rows[:-2], rows[-1], rows[-2]), dtype=torch.float32)
+        lse = q.new_empty(_lse_shape(shape), dtype=torch.float32)
     if partial:
         o.zero_()
         if wants_lse:
@@ -123,9 +127,7 @@ def _run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic: bo
         _new_gradient(k, settings[3] is not None),
         _new_gradient(v, settings[3] is not None),
     )
-    copies = _C.backward(
-        grad_o, grad_lse, q, k, v, o, lse, *grads, *settings, deterministic
-    )
+    copies = _C.backward(grad_o, grad_lse, q, k, v, o, lse, *grads, *settings, deterministic)
     if copies:
         names = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
         operands = [q, k, v, grad_o, o, lse, grad_lse]
@@ -161,10 +163,8 @@ def _fake_forward(q, k, v, *rest):
     rank = 4 if rest[0] is None else 3
     if q.ndim != rank or v.ndim != rank:
         raise ValueError(f"q has {q.ndim} and v {v.ndim} dimensions; both must have {rank}")
-    *rows, _ = q.shape
-    o = q.new_empty((*rows, v.shape[-1]))
-    lse = q.new_empty((*rows[:-2], rows[-1], rows[-2]), dtype=torch.float32)
-    return o, lse
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return o, q.new_empty(_lse_shape(q.shape), dtype=torch.float32)
 
 
 @torch.library.register_fake("pantile::backward", lib=_library)
@@ -182,51 +182,59 @@ def _no_second_derivative(*_):
     )
 
 
+def _no_forward_mode(*_):
+    raise _C.UnsupportedError("forward-mode derivatives (jvp) of attention are not implemented")
+
+
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class _Attention(torch.autograd.Function):
     """First derivatives, in eager mode and in traced graphs.
 
-    ``direct`` calls the kernels without the dispatcher, for the short cut below.
+    ``call`` is (settings, deterministic, checked, direct, wants_lse); ``direct`` calls the kernels
+    without the dispatcher, for the short cut below. One tuple, because every argument costs time.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, settings, deterministic, checked, direct):
+    def forward(ctx, q, k, v, call):
+        settings, deterministic, checked, direct, wants_lse = call
         if direct:
             o, lse = _run_forward(q, k, v, settings, checked, True)
         else:
             with _below_autograd():
                 o, lse = forward_op(q, k, v, *settings, deterministic, checked)
-        ctx.save_for_backward(q, k, v, o, lse, *settings[:_LENGTHS_COUNT])
-        ctx.settings = settings[_LENGTHS_COUNT:]
-        ctx.deterministic = deterministic
-        ctx.direct = direct
+        if settings[0] is None:
+            ctx.save_for_backward(q, k, v, o, lse)
+        else:
+            ctx.save_for_backward(q, k, v, o, lse, *settings[:_LENGTHS_COUNT])
+        ctx.call = (settings[_LENGTHS_COUNT:], deterministic, direct)
         ctx.set_materialize_grads(False)
+        if not wants_lse:
+            ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
     def backward(ctx, grad_o, grad_lse):
         if grad_o is None and grad_lse is None:
-            return (None,) * 7
+            return None, None, None, None
+        settings, deterministic, direct = ctx.call
         q, k, v, o, lse, *lengths = ctx.saved_tensors
-        settings = (*lengths, *ctx.settings)
+        settings = (*(lengths or _NO_LENGTHS), *settings)
         if grad_o is None:
             grad_o = torch.zeros_like(o)
         # create_graph=True must meet the operator, whose own derivative raises.
-        if ctx.direct and not torch.is_grad_enabled() and _takes_short_cut(grad_o):
-            grads = _run_backward(
-                grad_o, grad_lse, q, k, v, o, lse, settings, ctx.deterministic
-            )
+        if direct and not torch.is_grad_enabled() and _takes_short_cut(grad_o):
+            run, flat = _run_backward, (settings, deterministic)
         else:
-            grads = backward_op(
-                grad_o, grad_lse, q, k, v, o, lse, *settings, ctx.deterministic
-            )
-        return (*grads, None, None, None, None)
+            run, flat = backward_op, (*settings, deterministic)
+        return (*run(grad_o, grad_lse, q, k, v, o, lse, *flat), None)
+
+    jvp = staticmethod(_no_forward_mode)
 
 
 class _AttentionGradient(torch.autograd.Function):
-    """Stands on the gradient's own Autograd key, so that a second derivative is never silently wrong."""
+    """On the gradient's own Autograd key, so that a second derivative is never silently wrong."""
 
     @staticmethod
     def forward(ctx, *args):
@@ -234,19 +242,25 @@ class _AttentionGradient(torch.autograd.Function):
             return backward_op(*args)
 
     backward = staticmethod(_no_second_derivative)
+    jvp = staticmethod(_no_forward_mode)
+
+
+def _differentiates(tensors) -> bool:
+    if forward_ad._current_level >= 0:  # inside dual_level: Function refuses tangents by name
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _forward_autograd(q, k, v, *rest):
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if _differentiates((q, k, v)):
         settings, (deterministic, checked) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-        return _Attention.apply(q, k, v, settings, deterministic, checked, False)
+        return _Attention.apply(q, k, v, (settings, deterministic, checked, False, True))
     with _below_autograd():
         return forward_op(q, k, v, *rest)
 
 
 def _backward_autograd(*args):
-    tensors = (x for x in args[:7] if x is not None)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if _differentiates(x for x in args[:7] if x is not None):
         return _AttentionGradient.apply(*args)
     with _below_autograd():
         return backward_op(*args)
@@ -294,7 +308,7 @@ def _select(x, dim: int | None, index: int):
 
 
 def _mapped(call, operand_count: int, info, in_dims, *args):
-    """``call(*args)`` over a mapped dimension: one call for dense tensors, a loop for packed ones."""
+    """``call`` over a mapped dimension: one call for dense tensors, a loop for packed ones."""
     size = info.batch_size
     if args[operand_count] is not None:  # cu_seqlens_q
         answers = [
@@ -335,6 +349,8 @@ class _TransformedGradient(torch.autograd.Function):
 
     backward = staticmethod(_no_second_derivative)
 
+    jvp = staticmethod(_no_forward_mode)
+
     @staticmethod
     def vmap(info, in_dims, *args):
         return _mapped(_TransformedGradient.apply, 7, info, in_dims, *args)
@@ -357,6 +373,8 @@ class _TransformedAttention(torch.autograd.Function):
     def backward(ctx, grad_o, grad_lse):
         grads = _TransformedGradient.apply(grad_o, grad_lse, *ctx.saved_tensors, *ctx.settings)
         return (*grads, *(None,) * (_SETTINGS_COUNT + 2))
+
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -393,50 +411,44 @@ def _backward_flops(grad_o, grad_lse, q, k, v, o, lse, *rest, out_val=None, **_)
 # ---- the short cut of plain eager calls
 
 
-def _plain_states() -> tuple[set, set]:
-    """Dispatch keys of ordinary tensors, and of a thread in which nothing is switched on."""
-    tensors, threads = set(), set()
-
-    def look() -> None:
-        for inference in (False, True):
-            with torch.inference_mode(inference):
-                keys = torch._C._dispatch_keys(torch.empty(0, device="cpu"))
-                tensors.add(keys.raw_repr())
-                threads.add((_included().raw_repr(), _excluded().raw_repr()))
-
-    looker = threading.Thread(target=look)  # a fresh thread has the default state
-    looker.start()
-    looker.join()
-    key = torch._C.DispatchKey
-    cuda = torch._C.DispatchKeySet(key.CUDA) | torch._C.DispatchKeySet(key.AutocastCUDA)
-    tensors.add(cuda.raw_repr())  # an inference tensor
-    for name in ("ADInplaceOrView", "AutogradCUDA"):
-        cuda = cuda | torch._C.DispatchKeySet(getattr(key, name))
-    tensors.add(cuda.raw_repr())
-    return tensors, threads
-
-
-_included = torch._C._dispatch_tls_local_include_set
-_excluded = torch._C._dispatch_tls_local_exclude_set
-_keys_of = torch._C._dispatch_keys
-_is_compiling = torch.compiler.is_compiling
-_grad_enabled = torch.is_grad_enabled
-_function_modes = torch._C._len_torch_function_stack
-_profiling = torch.autograd._profiler_enabled
-_in_transform = torch._C._are_functorch_transforms_active
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_PLAIN_TENSORS, _PLAIN_THREADS = _plain_states()
+_is_compiling = torch.compiler.is_compiling
+_in_transform = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_autocasting = torch._C._is_any_autocast_enabled
+_profiling = torch.autograd._profiler_enabled
+_tracing = torch._C._get_tracing_state
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD_KEYS = {
+    "cpu": torch._C.DispatchKey.AutogradCPU,
+    "cuda": torch._C.DispatchKey.AutogradCUDA,
+}
 
 
 def _takes_short_cut(*tensors: Tensor) -> bool:
     """Ordinary dense tensors, and no mode, transform, tracer, autocast or profiler at work."""
-    if _is_compiling():
+    if _is_compiling() or _in_transform():
         return False
     for x in tensors:
-        if type(x) not in _PLAIN_TYPES or _keys_of(x).raw_repr() not in _PLAIN_TENSORS:
+        if type(x) not in _PLAIN_TYPES or not (x.is_cpu or x.is_cuda) or x.is_neg():
             return False
-    state = (_included().raw_repr(), _excluded().raw_repr())
-    return state in _PLAIN_THREADS and _function_modes() == 0 and not _profiling()
+        if x.layout is not torch.strided:
+            return False
+    return not (
+        _dispatch_modes()
+        or _function_modes()
+        or _autocasting()
+        or _profiling()
+        or _tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+def _records(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether autograd wants to know; not inside another operator's kernel, below autograd."""
+    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return wanted and not _is_excluded(_AUTOGRAD_KEYS[q.device.type])
 
 
 def _check_operand(name: str, x: object) -> None:
@@ -463,8 +475,9 @@ def attention(q, k, v, settings, deterministic, checked, return_lse):
     if settings[0] is not None:
         operands += tuple(x for x in settings[:_LENGTHS_COUNT] if x is not None)
     if _takes_short_cut(*operands):
-        if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            o, lse = _Attention.apply(q, k, v, settings, deterministic, checked, True)
+        if _records(q, k, v):
+            call = (settings, deterministic, checked, True, return_lse)
+            o, lse = _Attention.apply(q, k, v, call)
         else:
             o, lse = _run_forward(q, k, v, settings, checked, return_lse)
         return (o, lse) if return_lse else o

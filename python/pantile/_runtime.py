@@ -37,7 +37,7 @@ _DEVICES = {"cpu": 1, "cuda": 2}
 
 
 def describe(tensor: torch.Tensor) -> tuple:
-    """(address, device type, device index, dtype code, bits, shape, strides) in DLPack's numbers."""
+    """Address, device type and index, dtype code and bits, shape, strides, in DLPack's numbers."""
     code, bits = _DTYPES[tensor.dtype]
     device = tensor.device
     return (
@@ -77,9 +77,7 @@ class WorkspaceLender:
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def lend(
-        self, device: torch.device | str, key: tuple, size: int, zeroed: int
-    ) -> torch.Tensor:
+    def lend(self, device: torch.device | str, key: tuple, size: int, zeroed: int) -> torch.Tensor:
         blocks = self._local.__dict__
         block = blocks.get(key)
         if block is None or block.tensor.numel() < size:
