@@ -1,0 +1,833 @@
+"""Shows that the tests of cpp/core can fail: each mutation below breaks one header in one place,
+and the test it names must notice.
+
+    python tests/core/mutations.py             # all, one and a half minutes on two cores
+    python tests/core/mutations.py geometry.h  # one header
+    CXX=clang++ python tests/core/mutations.py
+
+A mutant that passes its test is an error, and so are a mutant that does not compile, an original
+text that is not found exactly once, and a test that fails or does not exist without any mutation.
+Needs a C++17 compiler and GoogleTest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+CORE = TESTS.parents[1] / "cpp" / "core"
+RUN_LIMIT_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Mutation:
+    header: str
+    test: str  # as GoogleTest names it; its first part names the file: Geometry -> test_geometry.cc
+    original: str
+    replacement: str
+
+    @property
+    def source(self) -> Path:
+        return TESTS / FILE_OF_SUITE[self.test.split(".")[0]]
+
+    def __str__(self) -> str:
+        return f"{self.header}: {self.original!r} -> {self.replacement!r}"
+
+
+FILE_OF_SUITE = {
+    "Fragment": "test_fragment.cc",
+    "Geometry": "test_geometry.cc",
+    "Heads": "test_sequence.cc",
+    "Integer": "test_integer.cc",
+    "Pages": "test_sequence.cc",
+    "Philox": "test_philox.cc",
+    "Scaling": "test_scaling.cc",
+    "Sequence": "test_sequence.cc",
+    "SoftmaxState": "test_softmax_state.cc",
+    "Swizzle": "test_swizzle.cc",
+    "TileOrder": "test_tile_order.cc",
+}
+
+# header: (test, original, replacement)
+LISTED = {
+    "geometry.h": [
+        (
+            "Geometry.RowsSeeExactlyTheKeysOfTheDefinition",
+            "int shift() const { return keys - rows; }",
+            "int shift() const { return 0; }",
+        ),
+        (
+            "Geometry.RowsSeeExactlyTheKeysOfTheDefinition",
+            "clamp(position + mask.right + 1, 0, mask.keys)",
+            "clamp(position + mask.right, 0, mask.keys)",
+        ),
+        (
+            "Geometry.RowsSeeExactlyTheKeysOfTheDefinition",
+            "clamp(position - mask.left, 0, mask.keys)",
+            "clamp(position - mask.left + 1, 0, mask.keys)",
+        ),
+        (
+            "Geometry.RowsSeeExactlyTheKeysOfTheDefinition",
+            "key >= span.begin && key < span.end",
+            "key >= span.begin && key <= span.end",
+        ),
+        (
+            "Geometry.KeysAreSeenByExactlyTheRowsOfTheDefinition",
+            "clamp(position - mask.right, 0, mask.rows)",
+            "clamp(position - mask.left, 0, mask.rows)",
+        ),
+        (
+            "Geometry.KeysAreSeenByExactlyTheRowsOfTheDefinition",
+            "clamp(position + mask.left + 1, 0, mask.rows)",
+            "clamp(position + mask.left, 0, mask.rows)",
+        ),
+        (
+            "Geometry.KeysAreSeenByExactlyTheRowsOfTheDefinition",
+            "clamp(position - mask.right, 0, mask.rows)",
+            "clamp(position - mask.right, 0, mask.keys)",
+        ),
+        (
+            "Geometry.RowTilePlansAreExact",
+            "ceil_div(touched.end, tile)}",
+            "touched.end / tile + 1}",
+        ),
+        (
+            "Geometry.RowTilePlansAreExact",
+            "const int end = common.end / tile;",
+            "const int end = ceil_div(common.end, tile);",
+        ),
+        (
+            "Geometry.RowTilePlansAreExact",
+            "const int begin = ceil_div(common.begin, tile);",
+            "const int begin = common.begin / tile;",
+        ),
+        (
+            "Geometry.RowTilePlansAreExact",
+            "plan.full = Span{plan.visit.begin, plan.visit.begin};",
+            "plan.full = Span{0, 0};",
+        ),
+        ("Geometry.RowTilePlansAreExact", "if (begin < end) {", "if (begin <= end) {"),
+        (
+            "Geometry.RowTilePlansAreExact",
+            "visible_keys(mask, rows.end - 1);",
+            "visible_keys(mask, rows.end);",
+        ),
+        (
+            "Geometry.PlansOfRealTilesAreExact",
+            "visible_keys(mask, rows.end - 1);",
+            "visible_keys(mask, rows.begin);",
+        ),
+        (
+            "Geometry.KeyTilePlansAreExact",
+            "visible_rows(mask, keys.end - 1);",
+            "visible_rows(mask, keys.end);",
+        ),
+        (
+            "Geometry.KeyTilePlansAreExact",
+            "visible_rows(mask, keys.begin);",
+            "visible_rows(mask, keys.end - 1);",
+        ),
+        (
+            "Geometry.NegativeWindowsAreUnboundedOnTheirOwnSideOnly",
+            "window_left < 0 ? kNoBound",
+            "window_right < 0 ? kNoBound",
+        ),
+        (
+            "Geometry.LongestSequencesAndWidestWindowsStayExact",
+            "static_cast<int>(min_of(window_right, no_bound))",
+            "static_cast<int>(window_right)",
+        ),
+        (
+            "Geometry.LongestSequencesAndWidestWindowsStayExact",
+            "static_cast<int>(min_of(window_left, no_bound))",
+            "static_cast<int>(window_left)",
+        ),
+        (
+            "Geometry.SpanCountsNothingWhenItIsEmptyOrReversed",
+            "return end > begin ? end - begin : 0;",
+            "return end - begin;",
+        ),
+        (
+            "Geometry.SpanCountsNothingWhenItIsEmptyOrReversed",
+            "return end <= begin;",
+            "return end == begin;",
+        ),
+    ],
+    "integer.h": [
+        ("Integer.MinMaxAndClampAgreeWithComparison", "a < b ? a : b", "a < b ? b : a"),
+        ("Integer.MinMaxAndClampAgreeWithComparison", "a > b ? a : b", "a > b ? b : a"),
+        (
+            "Integer.MinMaxAndClampAgreeWithComparison",
+            "x < low ? low : x > high ? high : x",
+            "x < low ? low : x",
+        ),
+        ("Integer.QuotientsRoundAsTheirNamesSay", "return (a + b - 1) / b;", "return (a + b) / b;"),
+        (
+            "Integer.QuotientsRoundAsTheirNamesSay",
+            "return ceil_div(a, b) * b;",
+            "return a / b * b;",
+        ),
+        ("Integer.QuotientsRoundAsTheirNamesSay", "-((-a + b - 1) / b)", "-(-a / b)"),
+        ("Integer.FastDivisionIsExactUpTo31Bits", "+ d - 1) / d)", ") / d)"),
+        ("Integer.FastDivisionIsExactForSmallNumbers", "<< shift_) < d)", "<< shift_) <= d)"),
+        ("Integer.FastDivisionIsExactUpTo31Bits", "<< (31 + shift_)", "<< (30 + shift_)"),
+        (
+            "Integer.FastDivisionIsExactForSmallNumbers",
+            "n - quotient * divisor_",
+            "n - quotient * shift_",
+        ),
+    ],
+    "sequence.h": [
+        (
+            "Sequence.PackedBatchesFollowTheirPrefixSums",
+            "begin * side.seq_stride",
+            "batch * side.batch_stride",
+        ),
+        (
+            "Sequence.DenseBatchesFollowTheirStrides",
+            "sequence.offset = batch * side.batch_stride;",
+            "sequence.offset = batch * side.max_length * side.seq_stride;",
+        ),
+        (
+            "Sequence.OffsetsBeyond32BitsAreExact",
+            "static_cast<std::int64_t>(batch) * side.max_length",
+            "batch * side.max_length",
+        ),
+        (
+            "Sequence.OffsetsBeyond32BitsAreExact",
+            "sequence.offset = begin * side.seq_stride;",
+            "sequence.offset = begin * static_cast<int>(side.seq_stride);",
+        ),
+        (
+            "Sequence.DecreasingPrefixSumsGiveEmptySequences",
+            "max_of(side.cu_seqlens[batch + 1] - begin, 0)",
+            "side.cu_seqlens[batch + 1] - begin",
+        ),
+        (
+            "Sequence.SequsedShortensAndNeverLengthens",
+            "clamp(side.seqused[batch], 0, sequence.length)",
+            "side.seqused[batch]",
+        ),
+        (
+            "Sequence.SequsedShortensAndNeverLengthens",
+            "side.seqused != nullptr",
+            "side.seqused != nullptr && side.cu_seqlens == nullptr",
+        ),
+        (
+            "Sequence.PackedBatchesFollowTheirPrefixSums",
+            "sequence.row = begin;",
+            "sequence.row = 0;",
+        ),
+    ],
+    "heads.h": [
+        ("Heads.EveryQueryHeadBelongsToOneGroupInOrder", "return heads_q / heads_k;", "return 1;"),
+        (
+            "Heads.EveryQueryHeadBelongsToOneGroupInOrder",
+            "return query_head / group();",
+            "return query_head % heads_k;",
+        ),
+        (
+            "Heads.EveryQueryHeadBelongsToOneGroupInOrder",
+            "return key_head * group();",
+            "return key_head * heads_k;",
+        ),
+    ],
+    "pages.h": [
+        (
+            "Pages.EveryKeyIsFoundInItsPage",
+            "batch * pages.table_stride + place.quotient",
+            "batch * pages.table_stride",
+        ),
+        ("Pages.EveryKeyIsFoundInItsPage", "batch * pages.table_stride + ", ""),
+        (
+            "Pages.EveryKeyIsFoundInItsPage",
+            "place.remainder * pages.slot_stride",
+            "key * pages.slot_stride",
+        ),
+        (
+            "Pages.EveryKeyIsFoundInItsPage",
+            "pages.page_keys.divisor() - pages.page_keys.divmod(key).remainder",
+            "pages.page_keys.divisor()",
+        ),
+    ],
+    "softmax_state.h": [
+        (
+            "SoftmaxState.RowsThatSeeNothingAreExactlyZero",
+            "return max == -__builtin_huge_valf() ? 0.0f : max;",
+            "return max;",
+        ),
+        (
+            "SoftmaxState.NothingChangesWhenTheMaximumStays",
+            "block_max > state.max ? block_max : state.max",
+            "block_max",
+        ),
+        ("SoftmaxState.EveryBlockingGivesTheTwoPassResult", "state.sum *= factor;", ""),
+        (
+            "SoftmaxState.EveryBlockingGivesTheTwoPassResult",
+            "state.max = max;\n  state.sum *=",
+            "state.sum *=",
+        ),
+        (
+            "SoftmaxState.EveryBlockingGivesTheTwoPassResult",
+            "SoftmaxState{-__builtin_huge_valf(), 0.0f}",
+            "SoftmaxState{0.0f, 0.0f}",
+        ),
+        (
+            "SoftmaxState.EverySplitMergesToTheTwoPassResult",
+            "+ other.sum * factors.second",
+            "+ other.sum",
+        ),
+        (
+            "SoftmaxState.EverySplitMergesToTheTwoPassResult",
+            "other.max > state.max ? other.max : state.max",
+            "state.max",
+        ),
+        (
+            "SoftmaxState.EverySplitMergesToTheTwoPassResult",
+            "exp2(state.max - shift), exp2(other.max - shift)",
+            "exp2(other.max - shift), exp2(state.max - shift)",
+        ),
+        (
+            "SoftmaxState.RowsThatSeeNothingAreExactlyZero",
+            "state.sum == 0.0f ? 0.0f : 1.0f / state.sum",
+            "1.0f / state.sum",
+        ),
+        (
+            "SoftmaxState.EveryBlockingGivesTheTwoPassResult",
+            "(state.max + log2(state.sum)) * kLn2",
+            "state.max * kLn2 + log2(state.sum)",
+        ),
+        (
+            "SoftmaxState.RowsThatSeeNothingAreExactlyZero",
+            "state.sum == 0.0f ? -__builtin_huge_valf() :",
+            "state.sum == 0.0f ? 0.0f :",
+        ),
+        (
+            "SoftmaxState.AttendedNaNAndInfinityReachTheResult",
+            "state.sum == 0.0f ? 0.0f : 1.0f / state.sum",
+            "state.sum > 0.0f ? 1.0f / state.sum : 0.0f",
+        ),
+        ("SoftmaxState.ConstantsAreTheNearestFloats", "1.4426950408889634f", "1.4426949f"),
+        ("SoftmaxState.ConstantsAreTheNearestFloats", "0.6931471805599453f", "0.693147f"),
+    ],
+    "tile_order.h": [
+        (
+            "TileOrder.DenseOrderIsTheListedOneForEveryShape",
+            "last_tile_ < 0 ? place.quotient : last_tile_ - place.quotient",
+            "place.quotient",
+        ),
+        (
+            "TileOrder.DenseOrderIsTheListedOneForEveryShape",
+            "section.quotient * section_.divisor() + place.remainder",
+            "section.quotient + place.remainder",
+        ),
+        (
+            "TileOrder.DenseOrderIsTheListedOneForEveryShape",
+            "max_of(all_heads % size, 1)",
+            "size",
+        ),
+        (
+            "TileOrder.EveryTileOfALargeBatchIsNamedOnce",
+            "section.quotient < whole_sections_",
+            "section.quotient <= whole_sections_",
+        ),
+        (
+            "TileOrder.EveryTileOfALargeBatchIsNamedOnce",
+            "FastDivmod(size * tiles)",
+            "FastDivmod(size * tiles + 1)",
+        ),
+        (
+            "TileOrder.TheLargestCountsAreExactAtBothEnds",
+            "min_of(section, all_heads)",
+            "section",
+        ),
+        (
+            "TileOrder.OrdersAreConstantExpressions",
+            "WorkTile{tile, head.remainder, head.quotient}",
+            "WorkTile{tile, head.quotient, head.remainder}",
+        ),
+        (
+            "TileOrder.CountsBeyond31BitsAreRefused",
+            "tiles <= kMost / (heads * batch)",
+            "tiles <= kMost",
+        ),
+        ("TileOrder.CountsBeyond31BitsAreRefused", "heads <= kMost / batch", "heads <= kMost"),
+        (
+            "TileOrder.SectionsFillTheCacheAndKeepGroupsTogether",
+            "heads * 2 * bytes_per_key_head <= l2_bytes",
+            "heads * 2 * bytes_per_key_head < l2_bytes",
+        ),
+        (
+            "TileOrder.SectionsFillTheCacheAndKeepGroupsTogether",
+            "heads * 2 * query_heads_per_key_head <= all_heads",
+            "heads * 2 <= all_heads",
+        ),
+        (
+            "TileOrder.SectionsFillTheCacheAndKeepGroupsTogether",
+            "heads * query_heads_per_key_head, 1,",
+            "heads, 1,",
+        ),
+        (
+            "TileOrder.SumsFollowShortenedSequencesAndDenseBatches",
+            "ceil_div(locate_sequence(side, b).length, tile_size)",
+            "locate_sequence(side, b).length / tile_size",
+        ),
+        (
+            "TileOrder.SequenceSearchSkipsSequencesWithoutTiles",
+            "tiles_before[middle] <= tile",
+            "tiles_before[middle] < tile",
+        ),
+        (
+            "TileOrder.PackedOrderIsTheListedOneSequenceAfterSequence",
+            "min_of(whole, heads - first_head)",
+            "whole",
+        ),
+        (
+            "TileOrder.PackedOrderIsTheListedOneSequenceAfterSequence",
+            "tiles - 1 - tile : tile",
+            "tiles - tile : tile",
+        ),
+        (
+            "TileOrder.PackedOrderTakesAnyLargeSection",
+            "const int whole = min_of(section, heads);",
+            "const int whole = section;",
+        ),
+    ],
+    "scaling.h": [
+        (
+            "Scaling.TiesGoToEvenAndTheirNeighboursDoNot",
+            "magnitude + 0x7ffffu + (magnitude >> 20 & 1u)",
+            "magnitude + 0x80000u",
+        ),
+        (
+            "Scaling.FloatsOfAllMagnitudesEncodeToTheNearestCode",
+            "magnitude + 0x7ffffu + (magnitude >> 20 & 1u)",
+            "magnitude",
+        ),
+        (
+            "Scaling.LargeNumbersSaturateAndNaNStays",
+            "magnitude >= float_bits(kE4m3Max)",
+            "magnitude >= kInfinity",
+        ),
+        (
+            "Scaling.LargeNumbersSaturateAndNaNStays",
+            "if (magnitude > kInfinity) {",
+            "if (magnitude >= kInfinity) {",
+        ),
+        (
+            "Scaling.FloatsOfAllMagnitudesEncodeToTheNearestCode",
+            "kSmallestNormal = 0.015625f",
+            "kSmallestNormal = 0.0078125f",
+        ),
+        (
+            "Scaling.EveryCodeDecodesToItsDefinitionAndEncodesBack",
+            "kDenormalShift = 16384.0f",
+            "kDenormalShift = 8192.0f",
+        ),
+        (
+            "Scaling.EveryCodeDecodesToItsDefinitionAndEncodesBack",
+            "(code & 0x80u) << 24",
+            "(code & 0x80u) << 23",
+        ),
+        (
+            "Scaling.EveryCodeDecodesToItsDefinitionAndEncodesBack",
+            "if (magnitude < 8u) {",
+            "if (magnitude < 7u) {",
+        ),
+        (
+            "Scaling.RowsAndBlocksCountFromTheStartOfTheSequence",
+            "return ceil_div(length, block_rows);",
+            "return length / block_rows + 1;",
+        ),
+        (
+            "Scaling.RowsAndBlocksCountFromTheStartOfTheSequence",
+            "return row / block_rows;",
+            "return (row + 1) / block_rows;",
+        ),
+        (
+            "Scaling.BlocksOfPackedSequencesNeverOverlap",
+            "return begin / block_rows + batch;",
+            "return begin / block_rows;",
+        ),
+        (
+            "Scaling.BlocksOfPackedSequencesNeverOverlap",
+            "return total_rows / block_rows + batch;",
+            "return total_rows / block_rows + batch - 1;",
+        ),
+        (
+            "Scaling.AmaxTakesFiniteMagnitudesOnly",
+            "magnitude > amax && magnitude <= kLargestFloat",
+            "magnitude > amax",
+        ),
+        ("Scaling.AmaxTakesFiniteMagnitudesOnly", "x < 0.0f ? -x : x", "x"),
+        (
+            "Scaling.DegenerateBlocksHaveHarmlessScales",
+            "if (!(amax > 0.0f)) {",
+            "if (amax == 0.0f) {",
+        ),
+        (
+            "Scaling.DegenerateBlocksHaveHarmlessScales",
+            "if (amax <= kSmallestScale * limit) {",
+            "if (amax <= 0.0f) {",
+        ),
+        (
+            "Scaling.ScalesAreTheSmallestSufficientPowersOfTwo",
+            "} else if (amax < largest * limit) {",
+            "} else {",
+        ),
+        (
+            "Scaling.ScalesAreTheSmallestSufficientPowersOfTwo",
+            "(float_bits(amax / limit) + 0x7fffffu)",
+            "(float_bits(amax / limit) + 0x800000u)",
+        ),
+        (
+            "Scaling.ScalesAreTheSmallestSufficientPowersOfTwo",
+            "(float_bits(amax / limit) + 0x7fffffu)",
+            "(float_bits(amax / limit) + 0x7ffffeu)",
+        ),
+        (
+            "Scaling.FunctionsAreConstantExpressions",
+            "bits_float((254u << 23) - float_bits(scale))",
+            "bits_float((253u << 23) - float_bits(scale))",
+        ),
+        (
+            "Scaling.NonFiniteElementsBecomeNaNAndSpareTheirBlock",
+            "x >= -kLargestFloat && x <= kLargestFloat",
+            "x == x",
+        ),
+        (
+            "Scaling.NonFiniteElementsBecomeNaNAndSpareTheirBlock",
+            "encode_e4m3(clamp(x * block.inverse, -limit, limit))",
+            "encode_e4m3(x * block.inverse)",
+        ),
+        (
+            "Scaling.QuantizedBlocksAreWithinHalfAStep",
+            "clamp(x * block.inverse, -limit, limit)",
+            "clamp(x * block.scale, -limit, limit)",
+        ),
+        (
+            "Scaling.RatiosOfScalesAreExactAndFinite",
+            "from.scale * to.inverse",
+            "to.scale * from.inverse",
+        ),
+        (
+            "Scaling.RatiosOfScalesAreExactAndFinite",
+            "ratio < kLargestFloat ? ratio : kLargestFloat",
+            "ratio",
+        ),
+    ],
+    "bits.h": [
+        (
+            "Scaling.TiesGoToEvenAndTheirNeighboursDoNot",
+            "__builtin_bit_cast(std::uint32_t, x)",
+            "static_cast<std::uint32_t>(x)",
+        ),
+        (
+            "Scaling.EveryCodeDecodesToItsDefinitionAndEncodesBack",
+            "__builtin_bit_cast(float, bits)",
+            "static_cast<float>(bits)",
+        ),
+    ],
+    "swizzle.h": [
+        (
+            "Swizzle.ChunksMoveAsTheTablesOfTheHardwareSay",
+            "byte >> 3 & chunk_bits",
+            "byte >> 4 & chunk_bits",
+        ),
+        (
+            "Swizzle.IsItsOwnInverseAndStaysInItsAtom",
+            "byte ^ (byte >> 3 & chunk_bits)",
+            "byte + (byte >> 3 & chunk_bits)",
+        ),
+        (
+            "Swizzle.EightRowsOfAColumnOfChunksCostOnePass",
+            "byte ^ (byte >> 3 & chunk_bits)",
+            "byte ^ (byte >> 4 & chunk_bits)",
+        ),
+        (
+            "Swizzle.IsItsOwnInverseAndStaysInItsAtom",
+            "return 8 * panel_bytes(mode);",
+            "return 4 * panel_bytes(mode);",
+        ),
+        (
+            "Swizzle.PanelsFillATileWithoutHolesOrOverlap",
+            "(panel * rows + row) * width",
+            "(panel + row * 2) * width",
+        ),
+        (
+            "Swizzle.LdmatrixRowsCostOnePassAtEveryWidth",
+            "row_bytes < 128 ? 128 / row_bytes : 1",
+            "1",
+        ),
+        (
+            "Swizzle.LdmatrixTilesHaveNoHolesAndKeepTheirRows",
+            "row_bytes < 128 ? row_bytes / kChunkBytes : 8",
+            "8",
+        ),
+        (
+            "Swizzle.LdmatrixAgreesWithTmaWhereRowsAreOnePanel",
+            "chunk ^ (row / rows_per_line % chunks)",
+            "chunk ^ (chunks - 1 - row / rows_per_line % chunks)",
+        ),
+        (
+            "Swizzle.LdmatrixRowsCostOnePassAtEveryWidth",
+            "chunk ^ (row / rows_per_line % chunks)",
+            "chunk",
+        ),
+        ("Swizzle.BankPassesOfKnownPatterns", "is_new && seen[j] != word", "is_new"),
+        ("Swizzle.BankPassesOfKnownPatterns", "passes += worst;", "passes = worst;"),
+        ("Swizzle.BankPassesOfKnownPatterns", "per_bank[word % kBanks]", "per_bank[word % 16]"),
+    ],
+    "fragment.h": [
+        (
+            "Fragment.PointsOfTheFiguresAreWhereTheyAre",
+            "8 * (element / 2 % 2), 2 * (lane % 4) + element % 2 + 8 * (element / 4)}",
+            "8 * (element / 4), 2 * (lane % 4) + element % 2 + 8 * (element / 2 % 2)}",
+        ),
+        (
+            "Fragment.LdmatrixDeliversTheOperands",
+            "Element{2 * (lane % 4) + element % 2 + 8 * (element / 2), lane / 4}",
+            "Element{2 * (lane % 4) + element / 2 + 8 * (element % 2), lane / 4}",
+        ),
+        (
+            "Fragment.LdmatrixDeliversTheOperands",
+            "Element{2 * (lane % 4) + element, lane / 4}",
+            "Element{lane % 4 + 4 * element, lane / 4 }",
+        ),
+        (
+            "Fragment.LdmatrixDeliversTheOperands",
+            "lane % 4 + 4 * (element / 2)",
+            "3 - lane % 4 + 4 * (element / 2)",
+        ),
+        (
+            "Fragment.PointsOfTheFiguresAreWhereTheyAre",
+            "Element{lane % 4 + 4 * element, lane / 4}",
+            "Element{2 * (lane % 4) + element, lane / 4 }",
+        ),
+        (
+            "Fragment.EveryElementHasOneOwner",
+            "thread / 32 * 16 + thread % 32 / 4 + 8 * (element / 2 % 2)",
+            "thread / 32 * 16 + thread % 32 / 4",
+        ),
+        (
+            "Fragment.AccumulatorsAreTheNextOperand",
+            "8 * (element / 4) + 2 * (thread % 4) + element % 2",
+            "8 * (element / 4) + thread % 4 + 4 * (element % 2)",
+        ),
+        (
+            "Fragment.AccumulatorsAreTheNextOperand",
+            "Element{thread / 32 * 16 + in_warp.row, in_warp.column}",
+            "Element{thread / 32 * 16 + (in_warp.row + 8) % 16, in_warp.column}",
+        ),
+        (
+            "Fragment.PointsOfTheFiguresAreWhereTheyAre",
+            "4 * (thread % 4) + element % 4 + 16 * (reg / 2)",
+            "8 * (thread % 4) + element % 4 + 4 * (reg / 2)",
+        ),
+        (
+            "Fragment.Fp8OperandsComeFromTheAccumulatorInTheOrderOfTheSlots",
+            "slot % 2 + 2 * (slot / 4) + 8 * (slot / 2 % 2)",
+            "slot",
+        ),
+        (
+            "Fragment.Fp8OperandsComeFromTheAccumulatorInTheOrderOfTheSlots",
+            "element % 2 + 4 * (element / 2 % 2) + 2 * (reg % 2) + 8 * (reg / 2)",
+            "element",
+        ),
+    ],
+    "philox.h": [
+        ("Philox.KnownAnswersOfThePublication", "round < 10", "round < 9"),
+        ("Philox.KnownAnswersOfThePublication", "0xCD9E8D57u", "0xCD9E8D59u"),
+        ("Philox.KnownAnswersOfThePublication", "key.word[1] += kWeyl1;", "key.word[1] += kWeyl0;"),
+        (
+            "Philox.CoordinatesEnterTheCounterInAFixedOrder",
+            "static_cast<std::uint32_t>(head), static_cast<std::uint32_t>(batch)",
+            "static_cast<std::uint32_t>(batch), static_cast<std::uint32_t>(head)",
+        ),
+        (
+            "Philox.EveryElementHasItsOwnNumber",
+            "static_cast<std::uint32_t>(key_group), static_cast<std::uint32_t>(row)",
+            "static_cast<std::uint32_t>(key_group), static_cast<std::uint32_t>(row / 2)",
+        ),
+        (
+            "Philox.EveryElementHasItsOwnNumber",
+            ".word[attended_key % 4]",
+            ".word[attended_key % 2]",
+        ),
+        ("Philox.OffsetsAreMixedByTheFinalizerOfSplitMix64", "mixed >> 27", "mixed >> 28"),
+        (
+            "Philox.CallsOfOneSeedNeverShareAKey",
+            "(mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9u",
+            "(mixed ^ mixed >> 30) / 2",
+        ),
+        ("Philox.UniformNumbersFillTheHalfOpenUnitInterval", "(word >> 8)", "(word)"),
+        (
+            "Philox.NumbersOfAMatrixLookIndependentAndUniform",
+            "attended_key / 4).word[attended_key % 4]",
+            "attended_key / 4).word[0]",
+        ),
+    ],
+}
+
+MUTATIONS = [
+    Mutation(header, test, original, replacement)
+    for header, entries in LISTED.items()
+    for test, original, replacement in entries
+]
+
+
+class Toolchain:
+    """Compiles one test file against a copy of the headers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.compiler = os.environ.get("CXX", "g++")
+        # Mutants fail early, so that compiling is what takes time: no optimisation, and GoogleTest
+        # precompiled. A compiler that cannot use the precompiled form reads the header beside it.
+        self.flags = ["-std=c++17", "-O0", "-w"]
+        header = folder / "googletest.h"
+        header.write_text("#include <gtest/gtest.h>\n")
+        subprocess.run(
+            [self.compiler, *self.flags, "-x", "c++-header", header, "-o", f"{header}.gch"],
+            check=True,
+            capture_output=True,
+        )
+        self.flags += ["-include", str(header)]
+
+    def compile(self, source: Path, include: Path, program: Path) -> str:
+        """Returns what the compiler said if it failed, else an empty text."""
+        command = [self.compiler, *self.flags, "-I", str(include), str(source), "-o", str(program)]
+        command += ["-lgtest_main", "-lgtest", "-pthread"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        return "" if result.returncode == 0 else result.stderr or "the compiler failed"
+
+
+def missing_tools() -> str:
+    """Says why the mutations cannot run here; empty if they can."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler: {compiler} was not found"
+    with tempfile.TemporaryDirectory() as folder:
+        program = [compiler, "-std=c++17", "-x", "c++", "-", "-o", f"{folder}/probe"]
+        result = subprocess.run(
+            [*program, "-lgtest_main", "-lgtest", "-pthread"],
+            input="#include <gtest/gtest.h>\n",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    return "" if result.returncode == 0 else "GoogleTest was not found (Debian: libgtest-dev)"
+
+
+def passes(program: Path, test: str) -> tuple[bool, int]:
+    """Whether the test passes, and how many tests of that name ran."""
+    try:
+        result = subprocess.run(
+            [program, f"--gtest_filter={test}"],
+            capture_output=True,
+            text=True,
+            timeout=RUN_LIMIT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False, 1
+    ran = re.search(r"\[==========\] (\d+) tests? from \d+ test suites? ran", result.stdout)
+    return result.returncode == 0, int(ran.group(1)) if ran else 1
+
+
+def check_unmutated(toolchain: Toolchain, folder: Path, source: Path, tests: set[str]) -> list[str]:
+    program = folder / f"unmutated_{source.stem}"
+    complaint = toolchain.compile(source, CORE.parent, program)
+    if complaint:
+        return [f"{source.name} does not compile:\n{complaint}"]
+    errors = []
+    for test in sorted(tests):
+        passed, ran = passes(program, test)
+        if ran != 1:
+            errors.append(f"{source.name} has no test {test}")
+        elif not passed:
+            errors.append(f"{test} fails without any mutation")
+    return errors
+
+
+def mutate(mutation: Mutation) -> tuple[str, str]:
+    """Returns the header's mutated text, and what is wrong with the mutation, if anything."""
+    text = (CORE / mutation.header).read_text()
+    # Line breaks and indents are the formatter's: a space matches any of them.
+    pattern = r"\s+".join(re.escape(word) for word in mutation.original.split())
+    found = len(re.findall(pattern, text))
+    if found != 1:
+        return "", f"the original text stands {found} times in the header, not once"
+    return re.sub(pattern, lambda _: mutation.replacement, text), ""
+
+
+def check_mutant(toolchain: Toolchain, folder: Path, number: int, mutation: Mutation) -> str:
+    """Returns what is wrong, or an empty text if the test caught the mutant."""
+    text, complaint = mutate(mutation)
+    if complaint:
+        return f"{mutation}: {complaint}"
+    include = folder / f"mutant_{number}"
+    shutil.copytree(CORE, include / "core")
+    (include / "core" / mutation.header).write_text(text)
+    program = include / "test"
+    complaint = toolchain.compile(mutation.source, include, program)
+    if complaint:
+        return f"{mutation}: the mutant does not compile:\n{complaint}"
+    passed, _ = passes(program, mutation.test)
+    shutil.rmtree(include)
+    return f"{mutation}: SURVIVES {mutation.test}" if passed else ""
+
+
+def run(mutations: list[Mutation], jobs: int, verbose: bool) -> list[str]:
+    """Returns the errors; an empty list means that every test caught its mutants."""
+    with tempfile.TemporaryDirectory(prefix="core_mutations_") as name:
+        folder = Path(name)
+        toolchain = Toolchain(folder)
+        with ThreadPoolExecutor(jobs) as pool:
+            tests_of: dict[Path, set[str]] = {}
+            for mutation in mutations:
+                tests_of.setdefault(mutation.source, set()).add(mutation.test)
+            unmutated = pool.map(
+                lambda item: check_unmutated(toolchain, folder, *item), tests_of.items()
+            )
+            errors = [error for found in unmutated for error in found]
+            if errors:
+                return errors
+            results = pool.map(
+                lambda item: check_mutant(toolchain, folder, *item), enumerate(mutations)
+            )
+            for mutation, error in zip(mutations, results, strict=True):
+                if verbose:
+                    print(f"{'ERROR ' if error else 'caught'} {mutation.header:17}{mutation.test}")
+                if error:
+                    errors.append(error)
+    return errors
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("headers", nargs="*", choices=[*LISTED, []], help="default: all")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    missing = missing_tools()
+    if missing:
+        print(f"cannot run: {missing}", file=sys.stderr)
+        return 2
+    chosen = [m for m in MUTATIONS if not arguments.headers or m.header in arguments.headers]
+    errors = run(chosen, arguments.jobs, verbose=True)
+    for error in errors:
+        print(error, file=sys.stderr)
+    print(f"{len(chosen)} mutations, {len(errors)} errors")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
