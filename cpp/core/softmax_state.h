@@ -27,6 +27,7 @@ PANTILE_HD constexpr float softmax_shift(float max) {
 }
 
 // Takes in one block's maximum and returns the factor by which the old sum and output shrink.
+PANTILE_HD_ANY_CALLABLE
 template <class Exp2>
 PANTILE_HD constexpr float raise_max(SoftmaxState& state, float block_max, Exp2 exp2) {
   const float max = block_max > state.max ? block_max : state.max;
@@ -41,6 +42,7 @@ struct MergeFactors {
   float first, second;
 };
 
+PANTILE_HD_ANY_CALLABLE
 template <class Exp2>
 PANTILE_HD constexpr MergeFactors merge(SoftmaxState& state, const SoftmaxState& other, Exp2 exp2) {
   const float max = other.max > state.max ? other.max : state.max;
@@ -57,6 +59,7 @@ PANTILE_HD constexpr float normaliser(const SoftmaxState& state) {
 }
 
 // Natural-log LSE; -inf for a row that attends to nothing.
+PANTILE_HD_ANY_CALLABLE
 template <class Log2>
 PANTILE_HD constexpr float log_sum_exp(const SoftmaxState& state, Log2 log2) {
   return state.sum == 0.0f ? -__builtin_huge_valf() : (state.max + log2(state.sum)) * kLn2;
