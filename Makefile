@@ -1,0 +1,81 @@
+# The words of this project; `make help` lists them. Everything happens in a virtual environment
+# (.venv) and in build/, both made on first use.
+
+PYTHON ?= python3
+VENV ?= .venv
+BUILD ?= build/python
+# CUDA kernels: AUTO (when nvcc is found), ON (required), OFF.
+PANTILE_CUDA ?= AUTO
+
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+PY := $(VENV)/bin/python
+INSTALL = PANTILE_CUDA=$(1) $(PY) -m pip install -v --no-build-isolation --no-deps \
+  --force-reinstall --disable-pip-version-check -Cbuild-dir=$(BUILD)
+CXX_FILES = $(shell git ls-files '*.h' '*.cc' '*.cuh' '*.cu')
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+HAS_CUDA = grep -q '"cuda": true' $(BUILD)/generated/build_info.h
+
+.PHONY: help
+help:  ## this list
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+$(VENV)/ready: tools/make_venv.sh pyproject.toml
+	tools/make_venv.sh $(VENV) $(PYTHON)
+	touch $@
+
+.PHONY: demo
+demo: $(VENV)/ready  ## train a small GPT with pantile and with torch, compare, plot; then check backends
+	$(call INSTALL,$(if $(filter 0,$(HAS_GPU)),OFF,AUTO)) .
+	$(PY) examples/train_gpt.py
+	$(PY) -m pantile check
+
+.PHONY: build
+build: $(VENV)/ready  ## the library, the Python package and the C++ tests
+	$(call INSTALL,$(PANTILE_CUDA)) -Ccmake.define.PANTILE_TESTS=ON \
+	  -Ccmake.define.PANTILE_INSTALL=ON -Ccmake.define.PANTILE_WERROR=ON .
+
+.PHONY: test
+test: lint build test-cpp test-python report  ## everything that needs no more than this machine
+
+.PHONY: test-cpp
+test-cpp:  ## C++ tests and the find_package projects (after make build)
+	ctest --test-dir $(BUILD) --output-on-failure --no-tests=error -j 2
+
+.PHONY: test-python
+test-python:  ## Python tests; those marked gpu are skipped without one (after make build)
+	$(PY) -m pytest
+
+.PHONY: report
+report:  ## registers, spills, advisories and hot-loop schedules against tools/kernel_budget.json
+	@if $(HAS_CUDA); then \
+	  $(PY) tools/kernel_report.py $(BUILD) && $(PY) tools/sass_report.py $(BUILD); \
+	else echo "report: this build has no CUDA kernels"; fi
+
+.PHONY: lint
+lint: $(VENV)/ready  ## ruff, clang-format, layers and sizes, generated tables
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	$(PY) tools/check_layers.py
+	$(PY) tools/support_matrix.py --check
+
+.PHONY: sanitize
+sanitize: $(VENV)/ready  ## the C++ tests under the address and undefined-behaviour sanitizers
+	for preset in asan ubsan; do \
+	  cmake --preset $$preset && cmake --build --preset $$preset && ctest --preset $$preset || exit 1; \
+	done
+
+.PHONY: check-cuda12
+check-cuda12: $(VENV)/ready  ## compile one hopper kernel with the compiler of CUDA 12.8
+	tools/check_cuda12.sh
+
+.PHONY: bench
+bench:  ## CPU attention against torch (after make build); GPU benchmarks: see benchmarks/
+	$(PY) benchmarks/cpu.py
+
+.PHONY: docs
+docs: $(VENV)/ready  ## rewrite the generated tables of README and docs
+	$(PY) tools/support_matrix.py
+
+.PHONY: clean
+clean:  ## remove build/ and the virtual environment
+	rm -rf build $(VENV) demo/
