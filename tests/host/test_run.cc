@@ -157,6 +157,7 @@ TEST_F(Run, OptionalArraysMustMatchTheProblem) {
 TEST_F(Run, MisalignedTensor) {
   problem_.q.base_align_bytes = 4;
   EXPECT_TRUE(run().ok());
+  reset(3, 5);
   problem_.q.base_align_bytes = 1 << 30;
   expect_refused("q is at 0x");
 }
