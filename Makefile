@@ -66,7 +66,10 @@ sanitize: $(VENV)/ready  ## the C++ tests under the address and undefined-behavi
 
 .PHONY: check-cuda12
 check-cuda12: $(VENV)/ready  ## compile one hopper kernel with the compiler of CUDA 12.8
-	tools/check_cuda12.sh
+	$(PY) -m pip install --quiet --upgrade --no-deps --target build/cuda12 \
+	  'nvidia-cuda-nvrtc-cu12==12.8.*' 'nvidia-cuda-runtime-cu12==12.8.*' \
+	  'nvidia-cuda-nvcc-cu12==12.8.*'
+	$(PY) tools/check_cuda12.py build/cuda12
 
 .PHONY: bench
 bench:  ## CPU attention against torch (after make build); GPU benchmarks: see benchmarks/
