@@ -126,6 +126,54 @@ std::size_t aligned(std::size_t bytes) {
   return (bytes + kAlign - 1) / kAlign * kAlign;
 }
 
+// The backward's workspace: what all threads share, then each thread's scratch memory.
+struct BackwardWorkspace {
+  float* lse2;
+  float* delta;
+  std::int32_t* turns;
+  float* sum_q;  // null when the sums are kept in grad_q
+  void* scratch;
+  std::size_t scratch_bytes;  // of one worker
+  int workers;
+  std::size_t bytes;
+};
+
+BackwardWorkspace backward_workspace(const BackwardPlan& plan, const BackwardJob& job,
+                                     void* base) {
+  const ForwardProblem& problem = plan.problem.forward;
+  const std::int64_t rows = problem.total_q * problem.heads_q;
+  Carver carver(base);
+  BackwardWorkspace parts{};
+  parts.lse2 = carver.take<float>(rows);
+  parts.delta = carver.take<float>(rows);
+  parts.turns = carver.take<std::int32_t>(problem.batch * problem.heads_q * job.row_tiles);
+  parts.sum_q =
+      problem.dtype == DType::f32 ? nullptr : carver.take<float>(rows * problem.head_dim);
+  parts.workers = workers_for(problem, plan.device, job.key_order.count());
+  parts.scratch_bytes = aligned(backward_scratch(job, nullptr).bytes);
+  parts.scratch = carver.take<char>(static_cast<std::int64_t>(parts.scratch_bytes) *
+                                    parts.workers);
+  parts.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
+  return parts;
+}
+
+// Points a job at the shared parts. Sums of dQ that are not kept in grad_q are [heads_q][rows][dim].
+void place_shared(const ForwardProblem& problem, const BackwardWorkspace& parts,
+                  BackwardJob* job) {
+  job->lse2 = job->lse;
+  job->lse2.data = parts.lse2;
+  job->delta = job->lse;
+  job->delta.data = parts.delta;
+  job->turns = parts.turns;
+  job->sum_q = job->grad_q;
+  if (parts.sum_q != nullptr) {
+    job->sum_q.data = parts.sum_q;
+    job->sum_q.head_stride = problem.total_q * problem.head_dim;
+    job->sum_q.side.batch_stride = problem.seqlen_q * problem.head_dim;
+    job->sum_q.side.seq_stride = problem.head_dim;
+  }
+}
+
 // What the loop's body needs to run one item: for kernels and the reference alike.
 template <class Job>
 struct ItemLoop {
@@ -193,6 +241,34 @@ Status run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void*
 Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
                        const DeviceProps& device) {
   return accept_problem(row, problem.forward, device);
+}
+
+void configure_backward(BackwardPlan* plan) {
+  plan->tile_q = kBackwardRows;
+  plan->tile_k = kBackwardItemKeys;
+  const BackwardJob job = backward_job(*plan, BackwardTensors());
+  plan->blocks = job.key_order.count();
+  plan->workspace.bytes = backward_workspace(*plan, job, nullptr).bytes;
+}
+
+Status run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
+                    void*) {
+  Status status = check_isa(plan.device);
+  if (!status.ok()) {
+    return status;
+  }
+  BackwardJob job = backward_job(plan, tensors);
+  clear_outside(job, plan.problem.forward);
+  const BackwardWorkspace parts = backward_workspace(plan, job, workspace);
+  place_shared(plan.problem.forward, parts, &job);
+  const KernelTable& kernels = kernels_for(plan.device.isa);
+  status = run_items(job, kernels.prepare_backward, job.row_order.count(), parts.workers, nullptr,
+                     0);
+  if (!status.ok()) {
+    return status;
+  }
+  return run_items(job, kernels.backward, plan.blocks, parts.workers, parts.scratch,
+                   parts.scratch_bytes);
 }
 
 void configure_reference_forward(ForwardPlan* plan) {

@@ -181,7 +181,7 @@ PANTILE_HD BackwardScratch backward_scratch(const BackwardJob& job, void* base) 
 // thread's own memory.
 struct KernelTable {
   void (*forward)(const ForwardJob& job, int item, void* scratch);
-  void (*prepare_backward)(const BackwardJob& job, int item);  // work ids of row_order
+  void (*prepare_backward)(const BackwardJob& job, int item, void*);  // work ids of row_order
   void (*backward)(const BackwardJob& job, int item, void* scratch);  // of key_order
 };
 

@@ -228,6 +228,7 @@ inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
   for (int t = 0; t < row_tiles; ++t) {
     const RowTile tile = row_tile(block, t * kForwardRows);
     pack_transposed(Math(), static_cast<Item*>(scratch.queries) + tile.place * lda, kForwardRows,
+                    tile.vectors * kLanes,
                     rows_of(job.dtype, job.q, block.batch, block.head, tile.rows, job.dim),
                     job.scale * core::kLog2E);
   }

@@ -2,6 +2,7 @@
 // table is the only symbol that leaves the object file.
 #include "cpu/kernels.h"
 
+#include "cpu/isa/backward.h"
 #include "cpu/isa/forward.h"
 
 namespace pantile::cpu::PANTILE_ISA {
@@ -17,8 +18,22 @@ void run_forward(const ForwardJob& job, int item, void* scratch) {
   forward<FloatMath>(job, item, scratch);
 }
 
+void run_prepare(const BackwardJob& job, int item, void*) {
+  prepare(job, item);
+}
+
+void run_backward(const BackwardJob& job, int item, void* scratch) {
+#if defined(__AVX512BF16__)
+  if (job.dtype == DType::bf16) {
+    backward<PairMath>(job, item, scratch);
+    return;
+  }
+#endif
+  backward<FloatMath>(job, item, scratch);
+}
+
 }  // namespace
 
-const KernelTable kKernels = {run_forward, nullptr, nullptr};
+const KernelTable kKernels = {run_forward, run_prepare, run_backward};
 
 }  // namespace pantile::cpu::PANTILE_ISA

@@ -84,8 +84,10 @@ inline void pack_rows(FloatMath, float* to, const Rows& from, int capacity) {
   }
 }
 
-// B operand, the transpose times `scale`: to[d * columns + i], 0 for rows that do not exist.
-inline void pack_transposed(FloatMath, float* to, int columns, const Rows& from, float scale) {
+// B operand, the transpose times `scale`: to[d * ld + i] for i < columns, 0 for rows that do not
+// exist. `columns` are whole vectors.
+inline void pack_transposed(FloatMath, float* to, int ld, int columns, const Rows& from,
+                            float scale) {
   with_element(from.dtype, [&](auto element) {
     using Element = decltype(element);
     for (int i = 0; i < columns; i += kLanes) {
@@ -101,7 +103,7 @@ inline void pack_transposed(FloatMath, float* to, int columns, const Rows& from,
         transpose(block);
         const int depth = core::min_of(kLanes, from.dim - d);
         for (int lane = 0; lane < depth; ++lane) {
-          store(to + (d + lane) * columns + i, block[lane]);
+          store(to + (d + lane) * ld + i, block[lane]);
         }
       }
     }

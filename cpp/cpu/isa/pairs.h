@@ -30,7 +30,8 @@ inline void pack_rows(PairMath, std::uint32_t* to, const Rows& from, int capacit
                    static_cast<unsigned>((end - from.count) * width) * sizeof *to);
 }
 
-inline void pack_transposed(PairMath, std::uint32_t* to, int columns, const Rows& from, float) {
+inline void pack_transposed(PairMath, std::uint32_t* to, int ld, int columns, const Rows& from,
+                            float) {
   const int depth = core::ceil_div(from.dim, 2);
   for (int i = 0; i < columns; i += kLanes) {
     for (int w = 0; w < depth; w += kLanes) {
@@ -44,7 +45,7 @@ inline void pack_transposed(PairMath, std::uint32_t* to, int columns, const Rows
       transpose(block);
       const int words = core::min_of(kLanes, depth - w);
       for (int lane = 0; lane < words; ++lane) {
-        store(to + (w + lane) * columns + i, bits(block[lane]));
+        store(to + (w + lane) * ld + i, bits(block[lane]));
       }
     }
   }
@@ -93,6 +94,10 @@ PANTILE_INLINE float half_value(const std::uint32_t* items, std::int64_t item, i
 template <Walk kWalk>
 PANTILE_INLINE float item_value(const Product<PairMath>& p, int i, int k) {
   return half_value(p.a, kWalk == Walk::along_rows ? i * p.lda + k / 2 : k / 2 * p.lda + i, k % 2);
+}
+
+PANTILE_INLINE void store_bf16(std::uint16_t* to, Floats x) {
+  store(to, reinterpret_cast<Halves>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x))));
 }
 
 // bf16 of `first` in the low halves, of `second` in the high halves.

@@ -112,20 +112,22 @@ PANTILE_INLINE Ints lane_numbers() {
   return lanes;
 }
 
-// 2^x, relative error below 2e-7; exactly 0 below -126.5, NaN for NaN. For x up to 127.
+// 2^x, relative error below 1.5e-7; exactly 0 below -126.5, NaN for NaN. For x up to 127.
 //
 // x = n + f with n whole and |f| <= 1/2. Adding `magic` leaves n + 127 in the low bits of the sum,
-// which shifted into the exponent are 2^n, and 0 for n = -127. The clamp takes NaN through.
+// which shifted into the exponent are 2^n, and 0 for n = -127. The clamp takes NaN through. The
+// polynomial for 2^f is a minimax fit of the relative error (2e-9) with 1 at f = 0.
 PANTILE_INLINE Floats exp2(Floats x) {
   const Floats magic = splat(12582912.0f + 127.0f);  // 1.5 * 2^23 + exponent bias
   x = max_or_second(splat(-127.0f), x);
   const Floats sum = x + magic;
   const Floats f = x - (sum - magic);
-  Floats p = splat(1.3400432e-3f);
-  p = p * f + splat(9.6755413e-3f);
-  p = p * f + splat(5.5507132e-2f);
-  p = p * f + splat(2.4022120e-1f);
-  p = p * f + splat(6.9314697e-1f);
+  Floats p = splat(1.53533619e-4f);
+  p = p * f + splat(1.33988744e-3f);
+  p = p * f + splat(9.61843736e-3f);
+  p = p * f + splat(5.55033247e-2f);
+  p = p * f + splat(2.40226479e-1f);
+  p = p * f + splat(6.93147203e-1f);
   p = p * f + splat(1.0f);
   return p * from_bits(bits(sum) << 23);
 }
