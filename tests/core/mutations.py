@@ -814,9 +814,12 @@ def run(mutations: list[Mutation], jobs: int, verbose: bool) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("headers", nargs="*", choices=[*LISTED, []], help="default: all")
+    parser.add_argument("headers", nargs="*", metavar="header.h", help="default: all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
+    for header in arguments.headers:
+        if header not in LISTED:
+            parser.error(f"no mutations of {header!r}; there are some of {', '.join(LISTED)}")
     missing = missing_tools()
     if missing:
         print(f"cannot run: {missing}", file=sys.stderr)
