@@ -19,8 +19,6 @@
 // that work is what keeps ptxas from hoisting the second wgmma wait above it.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include "hopper/backward_fragment.cuh"
 #include "hopper/backward_producer.cuh"
 #include "hopper/backward_storage.cuh"
@@ -28,6 +26,7 @@
 #include "prim/matrix.cuh"
 #include "prim/registers.cuh"
 #include "prim/tma.cuh"
+#include "prim/unpack.cuh"
 #include "prim/wgmma.cuh"
 
 namespace pantile::hopper {
@@ -195,13 +194,15 @@ class Probabilities {
     }
     prim::wait(storage_.p_empty, p_parity_);
     p_parity_ ^= 1;
+    // The halves are swapped against packed_P_'s. For f16 ptxas would otherwise take the words made
+    // here, while dV still reads packed_P_, as the next packed_P_ and serialise the loop (C7513).
     uint4* to = &storage_.P[0][threadIdx.x % kWarpgroup];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      to[j * kWarpgroup] = make_uint4(prim::pack<DType::f16>(S_[8 * j], S_[8 * j + 1]),
-                                      prim::pack<DType::f16>(S_[8 * j + 2], S_[8 * j + 3]),
-                                      prim::pack<DType::f16>(S_[8 * j + 4], S_[8 * j + 5]),
-                                      prim::pack<DType::f16>(S_[8 * j + 6], S_[8 * j + 7]));
+      to[j * kWarpgroup] = make_uint4(prim::pack<DType::f16>(S_[8 * j + 1], S_[8 * j]),
+                                      prim::pack<DType::f16>(S_[8 * j + 3], S_[8 * j + 2]),
+                                      prim::pack<DType::f16>(S_[8 * j + 5], S_[8 * j + 4]),
+                                      prim::pack<DType::f16>(S_[8 * j + 7], S_[8 * j + 6]));
     }
     arrive_warp(storage_.p_full);
   }
@@ -300,11 +301,9 @@ class ScoreGradients {
       const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        __half2 pair;
-        memcpy(&pair, &word[k], sizeof(pair));
-        const float2 P = __half22float2(pair);
-        dP_[8 * j + 2 * k] *= P.x;
-        dP_[8 * j + 2 * k + 1] *= P.y;
+        const float2 P = prim::unpack<DType::f16>(word[k]);  // halves swapped
+        dP_[8 * j + 2 * k] *= P.y;
+        dP_[8 * j + 2 * k + 1] *= P.x;
       }
     }
     arrive_warp(storage_.p_empty);
