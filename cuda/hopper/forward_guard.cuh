@@ -119,7 +119,7 @@ PANTILE_DEVICE void repair(ForwardStorage<kConfig>& s, const ForwardParams& p, c
   const core::Mask mask{info.rows, info.keys, p.window_left, p.window_right};
   const int row_end = core::min_of(info.row0 + kConfig.tile_q(), info.rows);
   const auto* v = static_cast<const std::uint16_t*>(p.v) + info.batch * p.v_strides.batch +
-                  info.k_row * p.v_strides.seq + info.head / p.group * p.v_strides.head;
+                  info.k_row * p.v_strides.seq + info.key_head * p.v_strides.head;
 #pragma unroll 1
   for (int key_tile = info.visit_begin; key_tile < info.visit_end; ++key_tile) {
     if (key_tile >= info.full_begin && key_tile < info.full_end) {

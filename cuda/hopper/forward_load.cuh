@@ -46,6 +46,7 @@ PANTILE_DEVICE bool locate_rows(const ForwardParams& p, int work, TileInfo& info
 // its output comes out as zeros like any other.
 template <int kTileRows, int kTileKeys>
 PANTILE_DEVICE void locate_keys(const ForwardParams& p, TileInfo& info) {
+  info.key_head = info.head / p.group;
   info.k_row = 0;
   info.keys = p.seqlen_k;
   if (p.cu_seqlens_k != nullptr) {
@@ -79,14 +80,14 @@ class Loader {
     bool q_requested = false;
     describe(0);
     for (std::uint32_t tile = 0;; ++tile) {
-      take(tile);
-      if (visit_end_ > 0) {
-        load_k(visit_end_ - 1, use_);
+      const TileInfo& info = described(tile);
+      if (info.visit_end > 0) {
+        load_k(info, info.visit_end - 1, use_);
       }
       if (!q_requested) {
         request_q(tile, true);
       }
-      if (visit_end_ == 0) {
+      if (info.visit_end == 0) {
         break;
       }
       q_requested = load_tile(tile);
@@ -113,7 +114,7 @@ class Loader {
 
   // Writes the claimed tile's description, or that of the first tile after it which has rows.
   PANTILE_DEVICE void describe(std::uint32_t tile) {
-    TileInfo& info = s_.tiles[buffer_of<ForwardConfig::kTiles>(tile)];
+    TileInfo& info = described(tile);
     for (; work_ < p_.order.count(); claim()) {
       if (locate_rows<kConfig.tile_q()>(p_, work_, info)) {
         locate_keys<kConfig.tile_q(), kConfig.tile_k>(p_, info);
@@ -123,44 +124,39 @@ class Loader {
     info.visit_end = 0;
   }
 
-  PANTILE_DEVICE void take(std::uint32_t tile) {
-    const TileInfo& info = s_.tiles[buffer_of<ForwardConfig::kTiles>(tile)];
-    visit_begin_ = info.visit_begin;
-    visit_end_ = info.visit_end;
-    key_row_ = info.k_row;
-    key_head_ = info.head / p_.group;
-    batch_ = info.batch;
+  PANTILE_DEVICE TileInfo& described(std::uint32_t tile) {
+    return s_.tiles[buffer_of<ForwardConfig::kTiles>(tile)];
   }
 
   // All steps of one tile, the first K excepted; returns whether the next tile's Q was requested.
   PANTILE_DEVICE bool load_tile(std::uint32_t tile) {
+    const TileInfo& info = described(tile);
+    const int steps = info.visit_end - info.visit_begin;
     if constexpr (!kTwoQ) {
-      if (visit_end_ - visit_begin_ > 1) {
-        load_k(visit_end_ - 2, use_ + 1);
+      if (steps > 1) {
+        load_k(info, info.visit_end - 2, use_ + 1);
       }
       if (tile > 0) {
         prim::wait(s_.o_empty, parity_of<1>(tile - 1));  // O of the tile before lay in V's stages
       }
     }
     bool q_requested = false;
-    const int steps = visit_end_ - visit_begin_;
-    const int claim_at = core::min_of(steps - 1, kClaimSteps);
-    const int request_at = core::clamp(steps - 2, 0, kRequestSteps);
     for (int left = steps - 1; left >= 0; --left, ++use_) {  // steps after this one
-      const int key_tile = visit_begin_ + left;
-      if (left == claim_at) {
+      const int key_tile = info.visit_begin + left;
+      if (left == core::min_of(steps - 1, kClaimSteps)) {
         claim();
       }
       if (left > 0 && (kTwoQ || left < steps - 1)) {
-        load_k(key_tile - 1, use_ + 1);
+        load_k(info, key_tile - 1, use_ + 1);
       }
+      const int request_at = core::clamp(steps - 2, 0, kRequestSteps);
       if (kTwoQ && left <= request_at && !q_requested) {
         if (left == request_at) {
           describe(tile + 1);
         }
         q_requested = request_q(tile + 1, false);
       }
-      load_v(tile, key_tile, use_);
+      load_v(info, tile, key_tile);
     }
     if constexpr (!kTwoQ) {
       describe(tile + 1);
@@ -168,7 +164,7 @@ class Loader {
     return q_requested;
   }
 
-  PANTILE_DEVICE void load_k(int key_tile, std::uint32_t use) {
+  PANTILE_DEVICE void load_k(const TileInfo& info, int key_tile, std::uint32_t use) {
     const int stage = buffer_of<kStages>(use);
     prim::wait(s_.k_empty[stage], parity_of<kStages>(use) ^ 1);
     prim::arrive_and_expect(s_.k_full[stage], kConfig.k_tile().bytes());
@@ -176,29 +172,28 @@ class Loader {
     for (int panel = 0; panel < kConfig.k_tile().panels(); ++panel) {
       prim::tma_load(
           s_.k[stage] + panel * kConfig.k_tile().panel_bytes(), &maps_.k, s_.k_full[stage],
-          prim::TileOrigin4{panel * tile::kPanelColumns, key_row_ + key_tile * kConfig.tile_k,
-                            key_head_ * p_.k_steps.head, batch_ * p_.k_steps.batch});
+          prim::TileOrigin4{panel * tile::kPanelColumns, info.k_row + key_tile * kConfig.tile_k,
+                            info.key_head * p_.k_steps.head, info.batch * p_.k_steps.batch});
     }
   }
 
-  PANTILE_DEVICE void load_v(std::uint32_t tile, int key_tile, std::uint32_t use) {
-    const int stage = buffer_of<kStages>(use);
-    prim::wait(s_.v_empty[stage], parity_of<kStages>(use) ^ 1);
+  PANTILE_DEVICE void load_v(const TileInfo& info, std::uint32_t tile, int key_tile) {
+    const int stage = buffer_of<kStages>(use_);
+    prim::wait(s_.v_empty[stage], parity_of<kStages>(use_) ^ 1);
     if (p_.guarded) {
-      const int ring = buffer_of<ForwardConfig::kTiles>(tile);
-      const TileInfo& info = s_.tiles[ring];
       const int keys_left = info.keys - key_tile * kConfig.tile_k;
       const bool masked = key_tile >= info.full_end || key_tile < info.full_begin;
       s_.guard_orders[stage] =
-          GuardOrder{p_.zero_tail ? core::max_of(keys_left, 0) : kConfig.tile_k, masked, ring};
+          GuardOrder{p_.zero_tail ? core::max_of(keys_left, 0) : kConfig.tile_k, masked,
+                     buffer_of<ForwardConfig::kTiles>(tile)};
     }
     prim::arrive_and_expect(s_.v_full[stage], kConfig.v_tile().bytes());
 #pragma unroll
     for (int panel = 0; panel < kConfig.v_tile().panels(); ++panel) {
       prim::tma_load(
           s_.v[stage] + panel * kConfig.v_tile().panel_bytes(), &maps_.v, s_.v_full[stage],
-          prim::TileOrigin4{panel * tile::kPanelColumns, key_row_ + key_tile * kConfig.tile_k,
-                            key_head_ * p_.v_steps.head, batch_ * p_.v_steps.batch});
+          prim::TileOrigin4{panel * tile::kPanelColumns, info.k_row + key_tile * kConfig.tile_k,
+                            info.key_head * p_.v_steps.head, info.batch * p_.v_steps.batch});
     }
   }
 
@@ -212,7 +207,7 @@ class Loader {
     } else if (!prim::test(s_.q_empty[buffer], parity)) {
       return false;
     }
-    const TileInfo& info = s_.tiles[buffer_of<ForwardConfig::kTiles>(tile)];
+    const TileInfo& info = described(tile);
     if (info.visit_end == 0) {
       prim::arrive(s_.q_full[buffer]);
       return true;
@@ -250,10 +245,8 @@ class Loader {
   ForwardStorage<kConfig>& s_;
   const ForwardMaps& maps_;
   const ForwardParams& p_;
-  int work_;                     // claimed last
-  std::uint32_t use_ = 0;        // of the rings of K and V, over all tiles
-  int visit_begin_, visit_end_;  // of the current tile
-  int key_row_, key_head_, batch_;
+  int work_;               // claimed last
+  std::uint32_t use_ = 0;  // of the rings of K and V, over all tiles
 };
 
 }  // namespace pantile::hopper

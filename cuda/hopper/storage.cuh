@@ -59,7 +59,7 @@ struct alignas(16) TileInfo {
   int visit_begin, visit_end;  // key tiles, last one first; visit_end == 0: no more tiles
   int full_begin, full_end;    // those that need no mask
   int rows, keys;              // of the sequence
-  int head, batch;
+  int head, key_head, batch;
   int q_row, k_row;  // rows before the sequence in packed tensors, else 0
 };
 
