@@ -284,7 +284,7 @@ nb::dict explain_pass(const Request& request, Problem* problem,
     });
     status = make_plan(*problem, device, request.options, &plan);
   }
-  if (status.code() != StatusCode::unsupported) {
+  if (status.code() == StatusCode::invalid_argument) {
     raise_unless_ok(status);
   }
   std::vector<Verdict> verdicts(static_cast<std::size_t>(kernel_count()));

@@ -411,7 +411,21 @@ def _backward_flops(grad_o, grad_lse, q, k, v, o, lse, *rest, out_val=None, **_)
 # ---- the short cut of plain eager calls
 
 
+def _key_set(*names: str) -> int:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    for name in names[1:]:
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys.raw_repr()
+
+
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+# Dispatch keys of ordinary tensors, and of those made in inference mode: not sparse, nested, lazily
+# negated, fake, wrapped by a transform or on another device.
+_PLAIN_KEYS = {
+    *(_key_set(d, "ADInplaceOrView", f"Autograd{d}", f"Autocast{d}") for d in ("CPU", "CUDA")),
+    *(_key_set(d, f"Autocast{d}") for d in ("CPU", "CUDA")),
+}
+_keys_of = torch._C._dispatch_keys
 _is_compiling = torch.compiler.is_compiling
 _in_transform = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -431,9 +445,7 @@ def _takes_short_cut(*tensors: Tensor) -> bool:
     if _is_compiling() or _in_transform():
         return False
     for x in tensors:
-        if type(x) not in _PLAIN_TYPES or not (x.is_cpu or x.is_cuda) or x.is_neg():
-            return False
-        if x.layout is not torch.strided:
+        if type(x) not in _PLAIN_TYPES or _keys_of(x).raw_repr() not in _PLAIN_KEYS:
             return False
     return not (
         _dispatch_modes()
@@ -451,7 +463,7 @@ def _records(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return wanted and not _is_excluded(_AUTOGRAD_KEYS[q.device.type])
 
 
-def _check_operand(name: str, x: object) -> None:
+def _check_operand(name: str, x: object, q: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor like q")
     if x.layout is not torch.strided or x.is_nested:
@@ -459,13 +471,15 @@ def _check_operand(name: str, x: object) -> None:
         raise ValueError(f"{name} has layout {kind}; it must be torch.strided")
     if x.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name} is on {x.device}; it must be on the CPU or a CUDA device")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}; it must be on the device of q, {q.device}")
 
 
 def prepare(q, k, v, lengths: tuple) -> tuple:
     """The operands, after the checks that no kernel could make."""
     for name, x in zip(_TENSOR_NAMES, (q, k, v, *lengths), strict=True):
         if x is not None or name in ("q", "k", "v"):
-            _check_operand(name, x)
+            _check_operand(name, x, q)
     return q, k, v
 
 
