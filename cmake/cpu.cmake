@@ -1,8 +1,6 @@
 # The CPU backend: plain sources, and kernel sources compiled once for each instruction set with
 # -DPANTILE_ISA=<name>. cpp/cpu/sources.cmake holds the lists and the flags.
-if(NOT PANTILE_PENDING_CPU)
-  include(cpp/cpu/sources.cmake)
-endif()
+include(cpp/cpu/sources.cmake)
 
 target_sources(pantile PRIVATE ${PANTILE_CPU_SOURCES})
 foreach(_isa IN LISTS PANTILE_CPU_ISAS)

@@ -12,12 +12,6 @@ elseif(NOT _mode MATCHES "^(AUTO|ON|1|TRUE|YES)$")
   message(FATAL_ERROR "pantile: PANTILE_CUDA must be AUTO, ON or OFF, not '${PANTILE_CUDA}'")
 endif()
 
-if(NOT EXISTS ${PROJECT_SOURCE_DIR}/cuda/hopper/launch_forward.cuh
-    OR NOT EXISTS ${PROJECT_SOURCE_DIR}/cuda/backend.cc)
-  set(PANTILE_CUDA_REASON "the CUDA kernels are not in the tree yet")
-  return()
-endif()
-
 # Without an architecture, enable_language compiles its probe for one that nvcc may not know.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES 80)
