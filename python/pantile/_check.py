@@ -89,8 +89,8 @@ def _inputs(device: str, dtype: torch.dtype, head_dim: int, mask: str):
 
 def _reference(q, k, v, lengths, arguments, dtype):
     if lengths:
-        return reference.varlen_attention(q, k, v, *lengths, **arguments, dtype=dtype)[0]
-    return reference.attention(q, k, v, **arguments, dtype=dtype)[0]
+        return reference.varlen_attention(q, k, v, *lengths, **arguments, dtype=dtype)
+    return reference.attention(q, k, v, **arguments, dtype=dtype)
 
 
 def _ours(q, k, v, lengths, arguments, options):
@@ -120,8 +120,13 @@ def _case(backend: str, device: str, dtype_name: str, head_dim: int, mask: str) 
     tensors, lengths = _inputs(device, dtype, head_dim, mask)
     plan = _explain(*tensors[:3], lengths, arguments, options)
 
-    exact = _with_gradients(lambda *x: _reference(*x, lengths, arguments, torch.float64), tensors)
-    textbook = _with_gradients(lambda *x: _reference(*x, lengths, arguments, None), tensors)
+    exact = _with_gradients(
+        lambda *x: _reference(*x, lengths, arguments, None)[0], [x.double() for x in tensors]
+    )
+    textbook = _with_gradients(lambda *x: _reference(*x, lengths, arguments, None)[0], tensors)
+    scales = reference.rounding_scales(
+        lambda *x: _reference(*x, lengths, arguments, torch.float64), *tensors
+    )
     ours: list[torch.Tensor] = []
     if plan.forward.kernel and plan.backward.kernel:
         ours = _with_gradients(lambda *x: _ours(*x, lengths, arguments, options), tensors)
@@ -130,8 +135,10 @@ def _case(backend: str, device: str, dtype_name: str, head_dim: int, mask: str) 
 
     for pass_, part in (("forward", slice(0, 1)), ("backward", slice(1, 4))):
         worst = None
-        for result, book, truth in zip(ours[part], textbook[part], exact[part], strict=False):
-            pair = reference.error(result, truth), reference.bound(book, truth, dtype)
+        for result, book, truth, scale in zip(
+            ours[part], textbook[part], exact[part], scales[part], strict=False
+        ):
+            pair = reference.error(result, truth), reference.bound(book, truth, dtype, scale)
             if worst is None or pair[0] / pair[1] > worst[0] / worst[1]:
                 worst = pair
         kernel = getattr(plan, pass_).kernel or "no kernel"

@@ -104,13 +104,38 @@ def error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float(torch.nan_to_num(difference, nan=torch.inf).max())
 
 
-def bound(textbook: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> float:
+def rounding_scales(call, q, k, v, grad_o, scale=None) -> tuple[float, float, float, float]:
+    """Sizes of the terms that o, dq, dk and dv add up, which float32 rounds one by one.
+
+    A gradient may be tiny, or 0, because such terms cancel: with a single visible key
+    dP - rowsum(dO * O) is 0, but both are rounded. Weights are recomputed from LSE, so their
+    relative error grows with its size. ``call(q, k, v)`` is one of the functions above in float64.
+    """
+    q, k, v, grad_o = (x.detach().double() for x in (q, k, v, grad_o))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if q.numel() == 0 or k.numel() == 0:
+        return 0.0, 0.0, 0.0, 0.0
+    # Cauchy: |dP| and |rowsum(dO * O)| are at most |dO| |V|.
+    change = abs(scale) * grad_o.norm(dim=-1, keepdim=True) * v.norm(dim=-1).max()
+    seen_keys, lse = call(q, k, k.abs())
+    keys, values = torch.zeros_like(k, requires_grad=True), torch.zeros_like(v, requires_grad=True)
+    (terms_k,) = torch.autograd.grad(call(q, k, keys)[0], keys, change * q.abs())
+    (terms_v,) = torch.autograd.grad(call(q, k, values)[0], values, grad_o.abs())
+    weights = 1 + float(lse[lse.isfinite()].abs().max()) if lse.isfinite().any() else 1.0
+    terms = (v.abs(), change * seen_keys, terms_k, terms_v)
+    return tuple(weights * float(x.max()) for x in terms)
+
+
+def bound(
+    textbook: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, scale: float = 0.0
+) -> float:
     """What the contract allows: twice the error of the textbook in ``dtype``, plus a floor.
 
-    The floor is two roundings to ``dtype`` at the largest magnitude, and a few float32 roundings
-    of intermediate sums near 1, which remain where the exact result is 0.
+    The floor is two roundings to ``dtype`` at the largest result, and two to float32 at ``scale``,
+    the size of the terms that were summed (see :func:`rounding_scales`).
     """
     finite = exact.detach().double()
     finite = finite[finite.isfinite()]
-    magnitude = float(finite.abs().max()) if finite.numel() else 0.0
-    return 2 * error(textbook, exact) + torch.finfo(dtype).eps * magnitude + 1e-6
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    floor = torch.finfo(dtype).eps * largest + torch.finfo(torch.float32).eps * scale
+    return 2 * error(textbook, exact) + floor

@@ -9,10 +9,9 @@ import subprocess
 from collections import Counter
 from datetime import datetime, timezone
 
+import pantile
 import pytest
 import torch
-
-import pantile
 from support import Target
 
 GPU_BACKENDS = ("hopper", "ampere")
@@ -99,7 +98,13 @@ class GpuSummary:
         lines += [f"| {name} | {value} |" for name, value in facts.items()]
         lines += ["", "## Failures", ""]
         lines += [f"- `{name}`" for name in self.failures] or ["None."]
-        lines += ["", "## Kernels", "", "| kernel | passed | failed | skipped |", "|---|---|---|---|"]
+        lines += [
+            "",
+            "## Kernels",
+            "",
+            "| kernel | passed | failed | skipped |",
+            "|---|---|---|---|",
+        ]
         for name, row in self.rows.items():
             lines.append(f"| {name} | {row['passed']} | {row['failed']} | {row['skipped']} |")
         return lines

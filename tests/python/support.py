@@ -7,10 +7,9 @@ import sys
 import textwrap
 from dataclasses import dataclass, field
 
+import pantile
 import pytest
 import torch
-
-import pantile
 from pantile import reference
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -30,7 +29,7 @@ class Target:
 
 @dataclass
 class Case:
-    """Tensors of one call and its arguments. ``lengths`` is (cu_seqlens_q, cu_seqlens_k) if packed."""
+    """Tensors of one call and its arguments; ``lengths``: (cu_seqlens_q, cu_seqlens_k) if packed."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -117,7 +116,7 @@ def packed(
 
 
 def require_kernel(case: Case, target: Target, backward: bool = False) -> None:
-    """Skips, with the reason, what a GPU backend does not serve (yet). The CPU serves everything."""
+    """Skips, with the reason, what a GPU backend does not serve. The CPU serves everything."""
     plan = case.explain(options=target.options)
     passes = [plan.forward, plan.backward] if backward else [plan.forward]
     for one in passes:
@@ -143,12 +142,22 @@ def gradients(function, operands, grad_o=None, grad_lse=None):
 NAMES = ("o", "lse", "dq", "dk", "dv")
 
 
-def assert_within_bound(results, textbooks, exacts, dtype, names=NAMES) -> None:
+def assert_within_bound(results, textbooks, exacts, case: Case, grad_o) -> None:
     """The contract: error at most twice the textbook's in the same dtype, plus the floor."""
-    for name, result, textbook, exact in zip(names, results, textbooks, exacts, strict=True):
+    scale_o, *scales = reference.rounding_scales(
+        lambda *x: case.expected(*x, torch.float64),
+        *case.operands,
+        grad_o,
+        case.arguments.get("scale"),
+    )
+    scales = (scale_o, 1.0, *scales)
+    for name, result, textbook, exact, scale in zip(
+        NAMES, results, textbooks, exacts, scales, strict=False
+    ):
         assert result.shape == exact.shape, f"{name}: {result.shape}, expected {exact.shape}"
         error = reference.error(result, exact)
-        bound = reference.bound(textbook, exact, torch.float32 if name == "lse" else dtype)
+        dtype = torch.float32 if name == "lse" else case.q.dtype
+        bound = reference.bound(textbook, exact, dtype, scale)
         assert error <= bound, f"{name}: error {error:.3e} above bound {bound:.3e}"
 
 
@@ -157,7 +166,7 @@ def check_forward(case: Case, target: Target) -> list[torch.Tensor]:
     results = list(case.ours(*case.operands, options=target.options))
     exact = case.expected(*case.operands, torch.float64)
     textbook = case.expected(*case.operands, None)
-    assert_within_bound(results, textbook, exact, case.q.dtype, NAMES[:2])
+    assert_within_bound(results, textbook, exact, case, torch.zeros_like(exact[0]))
     return results
 
 
@@ -178,10 +187,13 @@ def check_both(case: Case, target: Target, with_lse: bool = False, **extra) -> l
         lambda *x: case.ours(*x, options=target.options, **extra), case.operands, grad_o, grad_lse
     )
     exact = gradients(
-        lambda *x: case.expected(*x, torch.float64), case.operands, grad_o, grad_lse
+        lambda *x: case.expected(*x, None),
+        [x.double() for x in case.operands],
+        grad_o,
+        grad_lse,
     )
     textbook = gradients(lambda *x: case.expected(*x, None), case.operands, grad_o, grad_lse)
-    assert_within_bound(results, textbook, exact, case.q.dtype)
+    assert_within_bound(results, textbook, exact, case, grad_o)
     return results
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import pantile
 import pytest
 import torch
-
-import pantile
 from pantile import reference
 from support import DTYPES, Target, check_both, check_forward, dense, packed, require_kernel
 
@@ -37,14 +36,14 @@ def test_lengths(target, rows, keys, arguments):
 
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"),
-    [(1, 1), (3, 5), (8, 8), (16, 24), (40, 40), (72, 72), (80, 80), (96, 96), (128, 128)]
-    + [(192, 128), (256, 256), (64, 512), (512, 33)],
+    [
+        *((n, n) for n in (1, 8, 40, 72, 80, 96, 128, 256)),
+        *((3, 5), (16, 24), (192, 128), (64, 512), (512, 33)),
+    ],
 )
 def test_head_dims(target, head_dim, head_dim_v):
     dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
-    case = dense(
-        target, dtype, batch=1, rows=33, keys=29, head_dim=head_dim, head_dim_v=head_dim_v
-    )
+    case = dense(target, dtype, batch=1, rows=33, keys=29, head_dim=head_dim, head_dim_v=head_dim_v)
     check_both(case, target)
 
 
@@ -221,7 +220,8 @@ def test_gradient_is_the_slope():
         return (o.double() ** 2).sum() + lse[lse.isfinite()].double().sin().sum()
 
     slope = sum(
-        (g * d).sum() for g, d in zip(torch.autograd.grad(loss(leaves), leaves), direction, strict=True)
+        (g * d).sum()
+        for g, d in zip(torch.autograd.grad(loss(leaves), leaves), direction, strict=True)
     )
     step = 1e-2
     ends = [
@@ -235,7 +235,12 @@ def test_only_some_inputs_need_gradients():
     target = Target("cpu", "cpu")
     case = dense(target)
     grads = []
-    for needs in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+    for needs in (
+        (True, True, True),
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ):
         leaves = [
             x.clone().requires_grad_(need) for x, need in zip(case.operands, needs, strict=True)
         ]

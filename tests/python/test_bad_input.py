@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import pantile
 import pytest
 import torch
-
-import pantile
 
 
 def tensors(**changes):
     shapes = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 8)}
-    made = {name: torch.randn(changes.get(name, shape)) for name, shape in shapes.items()}
-    return made
+    return {name: torch.randn(changes.get(name, shape)) for name, shape in shapes.items()}
 
 
 def call(arguments=None, change=None, **shapes):

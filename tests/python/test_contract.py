@@ -1,4 +1,4 @@
-"""The numerical contract (docs/numerics.md), one test a promise, the same cases on every backend."""
+"""The numerical contract (docs/numerics.md): one test a promise, the same on every backend."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import itertools
 import os
 import threading
 
+import pantile
 import pytest
 import torch
-
-import pantile
 from support import (
     NAMES,
     Target,
@@ -40,9 +39,7 @@ def everything(case, target: Target, operands=None, grad_seed: int = 1):
     o, lse = case.ours(*(x.detach() for x in operands), options=target.options)
     grad_o = torch.randn(o.shape, generator=generator).to(o.device, o.dtype)
     grad_lse = torch.randn(lse.shape, generator=generator).to(o.device)
-    return gradients(
-        lambda *x: case.ours(*x, options=target.options), operands, grad_o, grad_lse
-    )
+    return gradients(lambda *x: case.ours(*x, options=target.options), operands, grad_o, grad_lse)
 
 
 def assert_unchanged(first, second) -> None:
@@ -212,9 +209,7 @@ def test_every_subset_of_empty_sequences(target, empty_q):
     lengths_q = [0 if e else n for e, n in zip(empty_q, lengths, strict=True)]
     for empty_k in ((False,) * 4, (True, False, False, True), (True,) * 4, empty_q):
         lengths_k = [0 if e else n + 3 for e, n in zip(empty_k, lengths, strict=True)]
-        case = packed(
-            target, lengths_q, lengths_k, default_dtype(target), head_dim=64, causal=True
-        )
+        case = packed(target, lengths_q, lengths_k, default_dtype(target), head_dim=64, causal=True)
         check_both(case, target)
 
 

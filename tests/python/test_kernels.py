@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import pantile
 import pytest
 import torch
-
-import pantile
 from support import DTYPES, Target, assert_same_bits, check_both, check_forward, dense, packed
 
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (33, 12)}}
