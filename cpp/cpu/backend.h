@@ -23,8 +23,8 @@ Status run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, vo
 // Textbook attention in double, one row at a time: the oracle of every test.
 Status reference_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
                          void* stream);
-Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tensors,
-                          void* workspace, void* stream);
+Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
+                          void* stream);
 void configure_reference_forward(ForwardPlan* plan);
 void configure_reference_backward(BackwardPlan* plan);
 

@@ -29,8 +29,8 @@ inline double f16_to_double(std::uint16_t half) {
   return (half & 0x8000) != 0 ? -value : value;
 }
 
-// The nearest number with `digits` binary digits and exponents from `lowest` (of the last digit of a
-// subnormal) on, ties to even; infinity from `limit` on. Straight from double: rounding to float
+// The nearest number with `digits` binary digits and exponents from `lowest` (of the last digit of
+// a subnormal) on, ties to even; infinity from `limit` on. Straight from double: rounding to float
 // first could round twice.
 inline double round_to_digits(double x, int digits, int lowest, double limit) {
   if (x == 0.0 || !std::isfinite(x)) {

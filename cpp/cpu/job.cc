@@ -107,8 +107,7 @@ BackwardJob backward_job(const BackwardPlan& plan, const BackwardTensors& tensor
                              core::TileDirection::ascending);
   job.key_order = tile_order(problem.seqlen_k, kBackwardItemKeys, problem.heads_k, problem.batch,
                              core::TileDirection::ascending);
-  job.row_tiles =
-      static_cast<int>(core::ceil_div<std::int64_t>(problem.seqlen_q, kBackwardRows));
+  job.row_tiles = static_cast<int>(core::ceil_div<std::int64_t>(problem.seqlen_q, kBackwardRows));
   return job;
 }
 

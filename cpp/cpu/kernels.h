@@ -1,5 +1,5 @@
-// What the dispatcher and the kernels agree on: one call's tensors and tiling, the scratch memory of
-// a thread, and the table of entry points that each instruction set exports.
+// What the dispatcher and the kernels agree on: one call's tensors and tiling, the scratch memory
+// of a thread, and the table of entry points that each instruction set exports.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ inline constexpr int kBackwardRows = 96;
 inline constexpr int kBackwardKeys = 48;     // keys whose scores are in L1 at one time
 inline constexpr int kBackwardSubtiles = 4;  // of kBackwardKeys each, in one work item
 inline constexpr int kBackwardItemKeys = kBackwardKeys * kBackwardSubtiles;
-inline constexpr int kColumnPad = 16;        // rows of tiles in scratch memory are whole vectors
+inline constexpr int kColumnPad = 16;  // rows of tiles in scratch memory are whole vectors
 
 // One of q, k, v, o and their gradients.
 struct Operand {
@@ -130,23 +130,23 @@ PANTILE_HD ForwardScratch forward_scratch(const ForwardJob& job, void* base) {
 }
 
 struct BackwardScratch {
-  void* keys;           // K tile, A operand [kBackwardItemKeys][dim]
-  void* keys_summed;    // K tile, B operand summed over keys [kBackwardItemKeys][dim]
-  void* values;         // V tile, A operand [kBackwardItemKeys][dim_v]
-  void* queries;        // Q^T, B operand [dim][kBackwardRows]
-  void* queries_summed; // Q, B operand summed over rows [kBackwardRows][dim]
-  void* grads;          // dO^T, B operand [dim_v][kBackwardRows]
-  void* grads_summed;   // dO, B operand summed over rows [kBackwardRows][dim_v]
-  void* pairs_p;        // P^T in pairs along rows [kBackwardKeys][kBackwardRows / 2]
-  void* pairs_ds;       // dS^T in pairs along rows [kBackwardKeys][kBackwardRows / 2]
-  void* pairs_ds_keys;  // dS^T in pairs along keys [kBackwardKeys / 2][kBackwardRows]
-  float* scores;        // S^T, then P^T [kBackwardKeys][kBackwardRows]
-  float* grad_scores;   // dP^T, then dS^T [kBackwardKeys][kBackwardRows]
-  float* grad_keys;     // dK [kBackwardItemKeys][dim]
-  float* grad_values;   // dV [kBackwardItemKeys][dim_v]
-  float* grad_queries;  // this item's share of a dQ tile [kBackwardRows][dim]
-  float* lse2;          // [kBackwardRows]
-  float* delta;         // [kBackwardRows]
+  void* keys;            // K tile, A operand [kBackwardItemKeys][dim]
+  void* keys_summed;     // K tile, B operand summed over keys [kBackwardItemKeys][dim]
+  void* values;          // V tile, A operand [kBackwardItemKeys][dim_v]
+  void* queries;         // Q^T, B operand [dim][kBackwardRows]
+  void* queries_summed;  // Q, B operand summed over rows [kBackwardRows][dim]
+  void* grads;           // dO^T, B operand [dim_v][kBackwardRows]
+  void* grads_summed;    // dO, B operand summed over rows [kBackwardRows][dim_v]
+  void* pairs_p;         // P^T in pairs along rows [kBackwardKeys][kBackwardRows / 2]
+  void* pairs_ds;        // dS^T in pairs along rows [kBackwardKeys][kBackwardRows / 2]
+  void* pairs_ds_keys;   // dS^T in pairs along keys [kBackwardKeys / 2][kBackwardRows]
+  float* scores;         // S^T, then P^T [kBackwardKeys][kBackwardRows]
+  float* grad_scores;    // dP^T, then dS^T [kBackwardKeys][kBackwardRows]
+  float* grad_keys;      // dK [kBackwardItemKeys][dim]
+  float* grad_values;    // dV [kBackwardItemKeys][dim_v]
+  float* grad_queries;   // this item's share of a dQ tile [kBackwardRows][dim]
+  float* lse2;           // [kBackwardRows]
+  float* delta;          // [kBackwardRows]
   std::size_t bytes;
 };
 

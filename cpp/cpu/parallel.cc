@@ -16,7 +16,7 @@
 namespace pantile::cpu {
 namespace {
 
-constexpr int kSpins = 2000;       // of a worker before it sleeps: some 20 us
+constexpr int kSpins = 2000;          // of a worker before it sleeps: some 20 us
 constexpr int kPausesPerYield = 256;  // of a thread that waits for another one's result
 
 struct Loop {
@@ -43,8 +43,8 @@ inline void pause_core() {
 #endif
 }
 
-// Threads that sleep until there is a loop. They are never joined: at exit they are asleep, and what
-// they look at is never freed.
+// Threads that sleep until there is a loop. They are never joined: at exit they are asleep, and
+// what they look at is never freed.
 class Pool {
  public:
   // Runs the loop on this thread and up to `workers` - 1 others. When another thread is using the
@@ -128,8 +128,8 @@ class Pool {
 std::atomic<Pool*> pool{nullptr};
 std::atomic<ParallelFor> lent_loop{nullptr};
 
-// Made on first use. A child of fork() has none of its parent's threads, and its copy of the pool may
-// be locked for ever: it forgets it.
+// Made on first use. A child of fork() has none of its parent's threads, and its copy of the pool
+// may be locked for ever: it forgets it.
 Pool* the_pool() {
   Pool* current = pool.load(std::memory_order_acquire);
   if (current != nullptr) {

@@ -142,12 +142,10 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
   const Head k = head_of(job.dtype, job.k, batch, job.heads.key_head(head));
   const Head v = head_of(job.dtype, job.v, batch, job.heads.key_head(head));
   const Head o = head_of(job.dtype, job.o, batch, head);
-  float* lse =
-      job.lse.data == nullptr ? nullptr : values_of(job.lse, job.q.side, batch, head);
+  float* lse = job.lse.data == nullptr ? nullptr : values_of(job.lse, job.q.side, batch, head);
   const int end = core::min_of(rows.end, room_of(job.q.side, batch));
   for (int row = rows.begin; row < end; ++row) {
-    const core::Span keys =
-        row < mask.rows ? core::visible_keys(mask, row) : core::Span{0, 0};
+    const core::Span keys = row < mask.rows ? core::visible_keys(mask, row) : core::Span{0, 0};
     const Softmax softmax = weigh_row(job, q, k, row, keys, scratch);
     for (int d = 0; d < job.dim_v; ++d) {
       double sum = 0.0;
@@ -157,8 +155,8 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
       o.set(row, d, softmax.sum == 0.0 ? 0.0 : sum / softmax.sum);
     }
     if (lse != nullptr) {
-      lse[row] = static_cast<float>(
-          softmax.sum == 0.0 ? -HUGE_VAL : softmax.max + std::log(softmax.sum));
+      lse[row] =
+          static_cast<float>(softmax.sum == 0.0 ? -HUGE_VAL : softmax.max + std::log(softmax.sum));
     }
   }
 }

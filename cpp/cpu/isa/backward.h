@@ -2,7 +2,8 @@
 //
 // Preparation, once for every row: delta = rowsum(dO * O) - dLSE and LSE in base 2.
 // 1. K and V of the tile are packed; dK and dV start at 0.
-// 2. For every query head of the group, and every row tile that sees a key of the tile, Q and dO are
+// 2. For every query head of the group, and every row tile that sees a key of the tile, Q and dO
+// are
 //    packed, each both transposed and as it is. Then for every subtile of keys
 //    a. S^T = K Q^T and dP^T = V dO^T, rows along the vector lanes;
 //    b. P^T = exp2(S^T - LSE), dS^T = P^T * (dP^T - delta), 0 where the mask hides;
@@ -67,8 +68,8 @@ inline void prepare(const BackwardJob& job, int item) {
   if (rows.empty()) {
     return;
   }
-  const core::TilePlan plan = core::plan_row_tile(mask_of(job, q.length, k.length), rows,
-                                                  kBackwardItemKeys);
+  const core::TilePlan plan =
+      core::plan_row_tile(mask_of(job, q.length, k.length), rows, kBackwardItemKeys);
   if (plan.visit.empty()) {
     clear_rows(job.dtype, job.grad_q, work.batch, work.head, rows, job.dim);
     return;
@@ -166,12 +167,12 @@ struct Subtile {
     p.lda = padded(dim) / Math::kDepth;
     p.a = static_cast<const Item*>(a) + place * p.lda;
     p.b = static_cast<const Item*>(b);
-    p.ldb = kBackwardRows;
+    p.b_depth = core::ceil_div(dim, Math::kDepth);
     p.c = c;
     p.ldc = kBackwardRows;
     p.rows = keys.size();
     p.vectors = tile.vectors;
-    p.steps = core::ceil_div(dim, Math::kDepth);
+    p.steps = p.b_depth;
     multiply<Math, Start::zero, Walk::along_rows>(p);
   }
 
@@ -186,9 +187,9 @@ struct Subtile {
     p.a = static_cast<const Item*>(weights);
     p.lda = kBackwardRows / Math::kDepth;
     p.b = static_cast<const Item*>(rows);
-    p.ldb = padded(dim);
-    p.c = sums + place * p.ldb;
-    p.ldc = p.ldb;
+    p.b_depth = kBackwardRows / Math::kDepth;
+    p.ldc = padded(dim);
+    p.c = sums + place * p.ldc;
     p.rows = keys.size();
     p.vectors = padded(dim) / kLanes;
     p.steps = core::ceil_div(tile.rows.size(), Math::kDepth);
@@ -204,10 +205,11 @@ struct Subtile {
     Product<Math> p{};
     p.a = static_cast<const Item*>(weights);
     p.lda = kBackwardRows;
-    p.ldb = padded(job.dim);
-    p.b = static_cast<const Item*>(scratch.keys_summed) + place / Math::kDepth * p.ldb;
+    p.b = static_cast<const Item*>(scratch.keys_summed);
+    p.b_depth = kBackwardItemKeys / Math::kDepth;
+    p.b_first = place / Math::kDepth;
     p.c = scratch.grad_queries;
-    p.ldc = p.ldb;
+    p.ldc = padded(job.dim);
     p.rows = tile.rows.size();
     p.vectors = padded(job.dim) / kLanes;
     p.steps = core::ceil_div(keys.size(), Math::kDepth);
@@ -218,7 +220,8 @@ struct Subtile {
     }
     if (not_finite != nullptr) {
       Rows rows = *not_finite;
-      rows.data = static_cast<const char*>(rows.data) + place * rows.stride * dtype_bytes(job.dtype);
+      rows.data =
+          static_cast<const char*>(rows.data) + place * rows.stride * dtype_bytes(job.dtype);
       rows.count = keys.size();
       add_not_finite<Walk::along_columns>(p, tile.rows.size(), rows,
                                           [this](int row, int key) { return visible(row, key); });
@@ -240,12 +243,13 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
   const Rows grad_o = rows_of(job.dtype, job.grad_o, block.batch, tile.head, tile.rows, job.dim_v);
   const float scale = job.scale * core::kLog2E;
   const int columns = tile.vectors * kLanes;
-  pack_transposed(Math(), static_cast<Item*>(scratch.queries), kBackwardRows, columns, q, scale);
-  pack_transposed(Math(), static_cast<Item*>(scratch.grads), kBackwardRows, columns, grad_o, 1.0f);
+  constexpr int kDepth = kBackwardRows / Math::kDepth;
+  pack_transposed(Math(), static_cast<Item*>(scratch.queries), tile.vectors, q, scale);
+  pack_transposed(Math(), static_cast<Item*>(scratch.grads), tile.vectors, grad_o, 1.0f);
   const Rows* const q_not_finite =
-      only_if(pack_summed(Math(), static_cast<Item*>(scratch.queries_summed), q), q);
-  const Rows* const grad_o_not_finite =
-      only_if(pack_summed(Math(), static_cast<Item*>(scratch.grads_summed), grad_o), grad_o);
+      only_if(pack_summed(Math(), static_cast<Item*>(scratch.queries_summed), kDepth, q), q);
+  const Rows* const grad_o_not_finite = only_if(
+      pack_summed(Math(), static_cast<Item*>(scratch.grads_summed), kDepth, grad_o), grad_o);
   const float* lse2 = head_values(job.lse2, job.q.side, block.batch, tile.head) + tile.rows.begin;
   const float* delta = head_values(job.delta, job.q.side, block.batch, tile.head) + tile.rows.begin;
   for (int i = 0; i < columns; ++i) {
@@ -283,9 +287,9 @@ inline void add_share(const BackwardJob& job, const KeyBlock& block, const Query
   const core::TilePlan plan = core::plan_row_tile(block.mask, tile.rows, kBackwardItemKeys);
   const bool first = block.index == plan.visit.begin;
   const bool last = block.index == plan.visit.end - 1;
-  std::int32_t* turn =
-      job.turns + (block.batch * job.heads.heads_q + tile.head) * std::int64_t{job.row_tiles} +
-      tile.index;
+  std::int32_t* turn = job.turns +
+                       (block.batch * job.heads.heads_q + tile.head) * std::int64_t{job.row_tiles} +
+                       tile.index;
   for (int round = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != block.index; ++round) {
     pause_while_waiting(round);
   }
@@ -339,13 +343,14 @@ inline void stream_rows(const BackwardJob& job, const KeyBlock& block,
   pack_rows(Math(), static_cast<Item*>(scratch.keys), k, kBackwardItemKeys);
   pack_rows(Math(), static_cast<Item*>(scratch.values), v, kBackwardItemKeys);
   const Rows* const not_finite =
-      only_if(pack_summed(Math(), static_cast<Item*>(scratch.keys_summed), k), k);
+      only_if(pack_summed(Math(), static_cast<Item*>(scratch.keys_summed),
+                          kBackwardItemKeys / Math::kDepth, k),
+              k);
   const core::TilePlan plan = core::plan_key_tile(block.mask, block.keys, kBackwardRows);
   const int first_head = job.heads.first_query_head(block.key_head);
   for (int head = first_head; head < first_head + job.heads.group(); ++head) {
     for (int t = plan.visit.begin; t < plan.visit.end; ++t) {
-      const Span rows{t * kBackwardRows,
-                      core::min_of((t + 1) * kBackwardRows, block.mask.rows)};
+      const Span rows{t * kBackwardRows, core::min_of((t + 1) * kBackwardRows, block.mask.rows)};
       const QueryTile tile{head, t, rows, core::ceil_div(rows.size(), kLanes)};
       add_row_tile<Math>(job, block, tile, scratch, not_finite);
       add_share(job, block, tile, scratch);

@@ -44,8 +44,8 @@ struct F16 {
         _mm512_maskz_cvtph_ps(kAllLanes, reinterpret_cast<__m256i>(load(from))));
   }
   static PANTILE_INLINE void write(Raw* to, Floats x) {
-    store(to, reinterpret_cast<Halves>(_mm512_maskz_cvtps_ph(
-                  kAllLanes, reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT)));
+    store(to, reinterpret_cast<Halves>(_mm512_maskz_cvtps_ph(kAllLanes, reinterpret_cast<__m512>(x),
+                                                             _MM_FROUND_TO_NEAREST_INT)));
   }
 #elif defined(__F16C__)
   static PANTILE_INLINE Floats read(const Raw* from) {

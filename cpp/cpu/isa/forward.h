@@ -82,8 +82,8 @@ PANTILE_INLINE void keep(const Floats (&p)[kWays], float*, std::uint32_t* pairs)
 }
 #endif
 
-// The online softmax of kLanes rows: reads one column of vectors of S^T, writes P^T, moves the rows'
-// state on and returns what their outputs shrink by. `keys` is a multiple of kWays.
+// The online softmax of kLanes rows: reads one column of vectors of S^T, writes P^T, moves the
+// rows' state on and returns what their outputs shrink by. `keys` is a multiple of kWays.
 template <class Math>
 inline Floats soften(float* scores, typename Math::Item* items, int keys, float scale,
                      float* row_max, float* row_sum) {
@@ -136,12 +136,12 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
   scores.a = static_cast<const Item*>(scratch.keys) + skip * lda;
   scores.lda = lda;
   scores.b = static_cast<const Item*>(scratch.queries) + tile.place * lda;
-  scores.ldb = kForwardRows;
+  scores.b_depth = core::ceil_div(job.dim, Math::kDepth);
   scores.c = scratch.scores;
   scores.ldc = kForwardRows;
   scores.rows = keys.size();
   scores.vectors = tile.vectors;
-  scores.steps = core::ceil_div(job.dim, Math::kDepth);
+  scores.steps = scores.b_depth;
   multiply<Math, Start::zero, Walk::along_rows>(scores);
 
   if (!full) {
@@ -150,18 +150,19 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
   pad_scores(keys.size(), scratch.scores);
   for (int v = 0; v < tile.vectors; ++v) {
     const int lane = v * kLanes;
-    const Floats factor = soften<Math>(
-        scratch.scores + lane, static_cast<Item*>(scratch.probabilities) + lane,
-        core::round_up(keys.size(), kWays), job.scale * core::kLog2E,
-        scratch.row_max + tile.place + lane, scratch.row_sum + tile.place + lane);
+    const Floats factor =
+        soften<Math>(scratch.scores + lane, static_cast<Item*>(scratch.probabilities) + lane,
+                     core::round_up(keys.size(), kWays), job.scale * core::kLog2E,
+                     scratch.row_max + tile.place + lane, scratch.row_sum + tile.place + lane);
     store(scratch.row_factor + lane, factor);
   }
 
   Product<Math> outputs{};
   outputs.a = static_cast<const Item*>(Math::kDepth == 1 ? scratch.scores : scratch.probabilities);
   outputs.lda = kForwardRows;
-  outputs.b = static_cast<const Item*>(scratch.values) + skip / Math::kDepth * width;
-  outputs.ldb = width;
+  outputs.b = static_cast<const Item*>(scratch.values);
+  outputs.b_depth = kForwardKeys / Math::kDepth;
+  outputs.b_first = skip / Math::kDepth;
   outputs.c = scratch.outputs + tile.place * width;
   outputs.ldc = width;
   outputs.rows = tile.rows.size();
@@ -171,8 +172,8 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
   multiply<Math, Start::old_scaled, Walk::along_columns>(outputs);
   if (not_finite != nullptr) {
     Rows values = *not_finite;
-    values.data = static_cast<const char*>(values.data) +
-                  skip * values.stride * dtype_bytes(values.dtype);
+    values.data =
+        static_cast<const char*>(values.data) + skip * values.stride * dtype_bytes(values.dtype);
     values.count = keys.size();
     add_not_finite<Walk::along_columns>(outputs, tile.rows.size(), values, [&](int i, int k) {
       return core::is_visible(block.mask, tile.rows.begin + i, keys.begin + k);
@@ -227,8 +228,7 @@ inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
   const int lda = padded(job.dim) / Math::kDepth;
   for (int t = 0; t < row_tiles; ++t) {
     const RowTile tile = row_tile(block, t * kForwardRows);
-    pack_transposed(Math(), static_cast<Item*>(scratch.queries) + tile.place * lda, kForwardRows,
-                    tile.vectors * kLanes,
+    pack_transposed(Math(), static_cast<Item*>(scratch.queries) + tile.place * lda, tile.vectors,
                     rows_of(job.dtype, job.q, block.batch, block.head, tile.rows, job.dim),
                     job.scale * core::kLog2E);
   }
@@ -237,12 +237,12 @@ inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
     return;
   }
   for (int k = seen.begin / kForwardKeys; k * kForwardKeys < seen.end; ++k) {
-    const Span keys{k * kForwardKeys,
-                    core::min_of((k + 1) * kForwardKeys, block.mask.keys)};
+    const Span keys{k * kForwardKeys, core::min_of((k + 1) * kForwardKeys, block.mask.keys)};
     const Rows values = rows_of(job.dtype, job.v, block.batch, key_head, keys, job.dim_v);
     pack_rows(Math(), static_cast<Item*>(scratch.keys),
               rows_of(job.dtype, job.k, block.batch, key_head, keys, job.dim), kForwardKeys);
-    const bool dropped = pack_summed(Math(), static_cast<Item*>(scratch.values), values);
+    const bool dropped = pack_summed(Math(), static_cast<Item*>(scratch.values),
+                                     kForwardKeys / Math::kDepth, values);
     for (int t = 0; t < row_tiles; ++t) {
       const RowTile tile = row_tile(block, t * kForwardRows);
       if (k >= tile.plan.visit.begin && k < tile.plan.visit.end) {

@@ -14,7 +14,7 @@ namespace {
 struct FloatMath {
   using Item = float;
   using Vector = Floats;
-  static constexpr int kDepth = 1;  // elements along the summed axis in one item
+  static constexpr int kDepth = 1;              // elements along the summed axis in one item
   static constexpr bool kScalesScores = false;  // Q is scaled when it is packed
   static PANTILE_INLINE Vector broadcast(Item item) { return splat(item); }
   static PANTILE_INLINE Vector load_items(const Item* from) { return load(from); }
@@ -31,9 +31,8 @@ struct PairMath {
   static PANTILE_INLINE Vector broadcast(Item item) { return item - Words{}; }
   static PANTILE_INLINE Vector load_items(const Item* from) { return load(from); }
   static PANTILE_INLINE Floats multiply_add(Vector a, Vector b, Floats c) {
-    return reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(c),
-                                                     reinterpret_cast<__m512bh>(a),
-                                                     reinterpret_cast<__m512bh>(b)));
+    return reinterpret_cast<Floats>(_mm512_dpbf16_ps(
+        reinterpret_cast<__m512>(c), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
   }
 };
 #endif
@@ -43,12 +42,16 @@ enum class Start { zero, old, old_scaled };
 // A(i, k) is a[i * lda + k] or a[k * lda + i].
 enum class Walk { along_rows, along_columns };
 
+// B is stored in panels as wide as the register blocks that read them, one after the other. Each is
+// contiguous: rows of a power of two would share a few sets of the L1 cache.
 template <class Math>
 struct Product {
   const typename Math::Item* a;
   std::int64_t lda;
-  const typename Math::Item* b;  // B(k, n) = b[k * ldb + n]
-  std::int64_t ldb;
+  const typename Math::Item*
+      b;  // panels of `b_depth` rows, of which row `b_first` is the first used
+  int b_depth;
+  int b_first;
   float* c;
   std::int64_t ldc;
   int rows;             // of A and C
@@ -66,14 +69,24 @@ constexpr int block_rows(int vectors) {
   return vectors == 2 ? 6 : 12;
 }
 constexpr int kMaxBlockRows = 12;
-constexpr int kMaxBlockVectors = kRegisters >= 32 ? 4 : 2;
+constexpr int kMaxPanelVectors = kRegisters >= 32 ? 4 : 2;
 
-// Width of the next block when `left` vectors remain.
-constexpr int block_vectors(int left) {
-  if (kMaxBlockVectors == 2) {
+// Width of the next panel when `left` vectors remain.
+constexpr int panel_vectors(int left) {
+  if (kMaxPanelVectors == 2) {
     return left >= 2 ? 2 : 1;
   }
   return left % 4 == 0 ? 4 : left % 3 == 0 || left == 5 ? 3 : left > 4 ? 4 : left;
+}
+
+// Calls function(first vector, vectors) for each panel of a matrix of `vectors` columns.
+template <class Function>
+PANTILE_INLINE void for_each_panel(int vectors, Function function) {
+  for (int first = 0; first < vectors;) {
+    const int width = panel_vectors(vectors - first);
+    function(first, width);
+    first += width;
+  }
 }
 
 template <class Math, Start kStart, Walk kWalk, int kVectors>
@@ -93,7 +106,7 @@ PANTILE_INLINE void multiply_block(const Product<Math>& p, int row, int column) 
       }
     }
   }
-  const typename Math::Item* b = p.b + column;
+  const typename Math::Item* b = p.b + column * p.b_depth + p.b_first * kVectors * kLanes;
   const typename Math::Item* a = p.a + (kWalk == Walk::along_rows ? row * p.lda : row);
   for (int k = 0; k < p.steps; ++k) {
     typename Math::Vector columns[kVectors];
@@ -107,7 +120,7 @@ PANTILE_INLINE void multiply_block(const Product<Math>& p, int row, int column) 
         sum[i][j] = Math::multiply_add(item, columns[j], sum[i][j]);
       }
     }
-    b += p.ldb;
+    b += kVectors * kLanes;
     a += kWalk == Walk::along_rows ? 1 : p.lda;
   }
   PANTILE_UNROLL for (int i = 0; i < kRows; ++i) {
@@ -127,9 +140,8 @@ __attribute__((noinline)) void multiply_panel(const Product<Math>& p, int column
 
 template <class Math, Start kStart, Walk kWalk>
 void multiply(const Product<Math>& p) {
-  int left = p.vectors;
-  for (int column = 0; left > 0;) {
-    const int vectors = block_vectors(left);
+  for_each_panel(p.vectors, [&p](int first, int vectors) {
+    const int column = first * kLanes;
     switch (vectors) {
 #if defined(__AVX512F__)
       case 4: multiply_panel<Math, kStart, kWalk, 4>(p, column); break;
@@ -138,9 +150,7 @@ void multiply(const Product<Math>& p) {
       case 2: multiply_panel<Math, kStart, kWalk, 2>(p, column); break;
       default: multiply_panel<Math, kStart, kWalk, 1>(p, column); break;
     }
-    left -= vectors;
-    column += vectors * kLanes;
-  }
+  });
 }
 
 }  // namespace

@@ -32,8 +32,7 @@ PANTILE_INLINE typename Element::Raw* head_address(const Operand& operand, int b
 PANTILE_INLINE Rows rows_of(DType dtype, const Operand& operand, int batch, int head, Span span,
                             int dim) {
   const std::int64_t offset = core::locate_sequence(operand.side, batch).offset +
-                              head * operand.head_stride +
-                              span.begin * operand.side.seq_stride;
+                              head * operand.head_stride + span.begin * operand.side.seq_stride;
   return Rows{static_cast<const char*>(operand.data) + offset * dtype_bytes(dtype),
               operand.side.seq_stride, span.size(), dim, dtype};
 }
@@ -41,8 +40,7 @@ PANTILE_INLINE Rows rows_of(DType dtype, const Operand& operand, int batch, int 
 // LSE, dLSE and delta of a head of a sequence. `rows` are the queries.
 PANTILE_INLINE float* head_values(const RowValues& values, const core::SequenceSide& rows,
                                   int batch, int head) {
-  const std::int64_t row =
-      rows.cu_seqlens != nullptr ? core::locate_sequence(rows, batch).row : 0;
+  const std::int64_t row = rows.cu_seqlens != nullptr ? core::locate_sequence(rows, batch).row : 0;
   return values.data + batch * values.batch_stride + head * values.head_stride + row;
 }
 
