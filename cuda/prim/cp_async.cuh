@@ -14,13 +14,15 @@ PANTILE_DEVICE void copy_async_16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
-// Writes 16 zero bytes, without reading `from`, unless `exists`.
+// Writes 16 zero bytes unless `exists`; `from` may then point anywhere.
 PANTILE_DEVICE void copy_async_16_or_zero(std::uint32_t to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(exists ? 16 : 0));
 }
 
-PANTILE_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+PANTILE_DEVICE void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Returns when at most the `kNewest` last groups of this thread may still be in flight.
 template <int kNewest>

@@ -7,6 +7,7 @@
 
 #include "pantile/dtype.h"
 #include "prim/cp_async.cuh"
+#include "prim/special_registers.cuh"
 #include "tile/nonfinite_sm80.cuh"
 #include "tile/swizzled_rows_sm80.cuh"
 
@@ -14,34 +15,48 @@ namespace pantile::tile {
 
 // One head of one sequence of a tensor with 16-bit elements.
 struct HeadRows {
-  std::uint16_t* rows;        // row 0 of the sequence
-  std::int64_t stride;        // elements between rows, a multiple of 8
+  std::uint16_t* rows;  // row 0 of the sequence
+  std::int64_t stride;  // elements between rows, a multiple of 8
 };
 
 template <int kRows, int kColumns, int kThreads>
 class RowCopy {
   using Layout = SwizzledRows<kColumns>;
+
+ public:
   static constexpr int kPassRows = kThreads / Layout::kGroup;
+
+ private:
   static constexpr int kPasses = kRows / kPassRows;
   static constexpr int kGroups = Layout::kChunks / Layout::kGroup;
+  static constexpr int kGroupColumns = Layout::kGroup * 8;
   static_assert(kPassRows % 8 == 0 && kRows % kPassRows == 0);
 
  public:
   // `columns` of the kColumns exist, a multiple of 8. Chunks past them are never written: see
   // clear_missing_columns.
-  PANTILE_DEVICE explicit RowCopy(int columns)
-      : row_(static_cast<int>(threadIdx.x) / Layout::kGroup),
-        column_(static_cast<int>(threadIdx.x) % Layout::kGroup * 8),
-        columns_(columns),
-        offset_(Layout::offset(row_, column_ / 8)) {}
+  PANTILE_DEVICE explicit RowCopy(int columns) : columns_(columns) {}
 
-  // Rows first..first + kRows of the sequence; those at or past `end` are filled with zeros.
-  PANTILE_DEVICE void copy(std::uint32_t tile, const HeadRows& from, int first, int end) const {
-    const std::uint16_t* source = from.rows + (first + row_) * from.stride + column_;
-    if (first + kRows <= end) {
-      copy_passes<false>(tile, source, from, 0);
+  // Where this thread begins to read a tile whose first row is `first`.
+  PANTILE_DEVICE const char* source(const HeadRows& from, int first) const {
+    const FirstChunk chunk;
+    return reinterpret_cast<const char*>(from.rows + (first + chunk.row) * from.stride +
+                                         chunk.column);
+  }
+
+  // Copies the tile that `source` belongs to. pass_bytes: from a row to the one kPassRows below it,
+  // best a kernel parameter, because a product with the stride would take registers in a loop.
+  PANTILE_DEVICE void copy(std::uint32_t tile, const char* source, std::int64_t pass_bytes) const {
+    copy_passes<false>(tile, source, pass_bytes, 0);
+  }
+
+  // The same if only the first `existing` rows of the tile exist: zeros for the others.
+  PANTILE_DEVICE void copy_ragged(std::uint32_t tile, const char* source, std::int64_t pass_bytes,
+                                  int existing) const {
+    if (existing >= kRows) {
+      copy_passes<false>(tile, source, pass_bytes, 0);
     } else {
-      copy_passes<true>(tile, source, from, end - first - row_);
+      copy_passes<true>(tile, source, pass_bytes, existing);
     }
   }
 
@@ -88,38 +103,51 @@ class RowCopy {
   }
 
  private:
+  // This thread's first chunk of any tile; worked out where it is needed, see
+  // special_registers.cuh.
+  struct FirstChunk {
+    int row, column;  // column: in elements
+    int offset;       // bytes from the tile's start
+    PANTILE_DEVICE FirstChunk() {
+      const int thread = prim::fresh_thread_index();
+      row = thread / Layout::kGroup;
+      column = thread % Layout::kGroup * 8;
+      offset = Layout::offset(row, column / 8);
+    }
+  };
+
   template <bool kRagged>
-  PANTILE_DEVICE void copy_passes(std::uint32_t tile, const std::uint16_t* source,
-                                  const HeadRows& from, int rows_left) const {
+  PANTILE_DEVICE void copy_passes(std::uint32_t tile, const char* source, std::int64_t pass_bytes,
+                                  int existing) const {
+    const FirstChunk chunk;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
-        constexpr int kGroupColumns = Layout::kGroup * 8;
         const std::uint32_t to =
-            tile + offset_ + pass * kPassRows * Layout::kRowBytes + group * kGroupColumns * 2;
-        if (column_ + group * kGroupColumns < columns_) {
+            tile + chunk.offset + pass * kPassRows * Layout::kRowBytes + group * kGroupColumns * 2;
+        const char* const from = source + group * kGroupColumns * 2;
+        if (chunk.column + group * kGroupColumns < columns_) {
           if constexpr (kRagged) {
-            const bool exists = pass * kPassRows < rows_left;
-            prim::copy_async_16_or_zero(to, exists ? source + group * kGroupColumns : from.rows,
-                                        exists);
+            prim::copy_async_16_or_zero(to, from, chunk.row + pass * kPassRows < existing);
           } else {
-            prim::copy_async_16(to, source + group * kGroupColumns);
+            prim::copy_async_16(to, from);
           }
         }
       }
-      source += kPassRows * from.stride;
+      source += pass_bytes;
     }
   }
 
   template <class Visit>
   PANTILE_DEVICE void for_own_chunks(Visit visit) const {
+    const FirstChunk chunk;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
-        visit(offset_ + pass * kPassRows * Layout::kRowBytes + group * Layout::kGroup * 16,
-              column_ + group * Layout::kGroup * 8);
+        visit(chunk.offset + pass * kPassRows * Layout::kRowBytes + group * kGroupColumns * 2,
+              chunk.column + group * kGroupColumns);
       }
     }
   }
@@ -131,9 +159,7 @@ class RowCopy {
     return *reinterpret_cast<const uint4*>(static_cast<const char*>(tile) + offset);
   }
 
-  int row_, column_;  // of the first chunk
   int columns_;
-  int offset_;  // bytes from the tile's start to the first chunk
 };
 
 }  // namespace pantile::tile

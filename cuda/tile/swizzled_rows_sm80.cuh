@@ -8,7 +8,6 @@
 #include <cstdint>
 
 #include "prim/address.cuh"
-#include "prim/warp.cuh"
 
 namespace pantile::tile {
 
@@ -30,14 +29,12 @@ struct SwizzledRows {
 
   // What a lane passes to ldmatrix.x4 for the 16 x 16 elements at the tile's start: blocks 0, 1 are
   // 8 rows apart and blocks 2, 3 lie 8 columns right of them ...
-  PANTILE_DEVICE static int lane_offset_rows_first() {
-    const int lane = prim::lane_index();
+  PANTILE_DEVICE static int lane_offset_rows_first(int lane) {
     return offset((lane & 7) + ((lane >> 3) & 1) * 8, lane >> 4);
   }
 
   // ... or blocks 0, 1 are 8 columns apart and blocks 2, 3 lie 8 rows below them.
-  PANTILE_DEVICE static int lane_offset_columns_first() {
-    const int lane = prim::lane_index();
+  PANTILE_DEVICE static int lane_offset_columns_first(int lane) {
     return offset((lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1);
   }
 

@@ -1,0 +1,81 @@
+// Tile sizes of the ampere kernels and what they cost in shared memory. Plain C++17 without CUDA,
+// so that plans and tests read the numbers the kernels are compiled with.
+#pragma once
+
+#include "core/integer.h"
+
+namespace pantile::ampere {
+
+// GPUs by the shared memory that one block may ask for (DeviceProps::smem_optin_bytes). A
+// multiprocessor has 1 KB more, and each resident block uses up 1 KB besides its own.
+enum class SharedClass {
+  small,   //  99 KB: sm_86, sm_89, sm_120
+  medium,  // 163 KB: sm_80, sm_87
+  large,   // 227 KB: sm_90, sm_100
+};
+
+constexpr int shared_class_bytes(SharedClass shared) {
+  return (shared == SharedClass::large ? 227 : shared == SharedClass::medium ? 163 : 99) * 1024;
+}
+
+// smem_optin_bytes is at least shared_class_bytes(small).
+constexpr SharedClass shared_class(int smem_optin_bytes) {
+  return smem_optin_bytes >= shared_class_bytes(SharedClass::large)    ? SharedClass::large
+         : smem_optin_bytes >= shared_class_bytes(SharedClass::medium) ? SharedClass::medium
+                                                                       : SharedClass::small;
+}
+
+// How a warp orders the work of one key tile.
+//   sequential  S, then softmax, then O; the exponentials of 16 keys run under the O products of
+//               the 16 keys before them.
+//   pipelined   S of the next tile and O of this one in one stream, 32 keys at a time, with this
+//               tile's exponentials and the next one's maxima between them. Needs two stages, and
+//               registers for two tiles of scores.
+enum class Schedule { sequential, pipelined };
+
+struct ForwardTile {
+  int tile_q;  // query rows of a block
+  int tile_k;  // keys of a tile
+  int warps;   // each owns tile_q / warps query rows, a multiple of 16
+  int stages;  // K, V tiles in shared memory; 1: K and V are refilled in turn
+  int blocks_per_sm;
+  bool q_in_registers;
+  Schedule schedule;
+
+  constexpr int threads() const { return warps * 32; }
+};
+
+constexpr int forward_shared_bytes(const ForwardTile& tile, int head_dim, int head_dim_v) {
+  return 2 * (tile.tile_q * head_dim + tile.stages * tile.tile_k * (head_dim + head_dim_v));
+}
+
+// Two warps a scheduler (8 a multiprocessor) that drift apart keep the tensor cores fed; one alone
+// cannot (measured on an H200: 62 % of the rate). 32 query rows a warp halve the shared-memory
+// reads per product against 16 rows; 256 columns of O leave registers for 16 only.
+// head_dim x head_dim_v is one of those in cuda/kernels.def.
+constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, SharedClass shared) {
+  constexpr Schedule kSequential = Schedule::sequential;
+  constexpr Schedule kPipelined = Schedule::pipelined;
+  const bool large = shared == SharedClass::large;
+  const bool small = shared == SharedClass::small;
+  switch (head_dim) {
+    case 32: return {128, 64, 4, 2, 2, true, kPipelined};
+    case 64: return {128, 64, 4, 2, 2, true, kPipelined};
+    case 96: return {128, 64, 4, small ? 1 : 2, 2, false, kSequential};
+    case 128:
+      return large   ? ForwardTile{128, 64, 4, 2, 2, false, kSequential}
+             : small ? ForwardTile{128, 32, 4, 1, 2, false, kSequential}
+                     : ForwardTile{128, 32, 4, 2, 2, false, kPipelined};
+    case 192:
+      if (head_dim_v == 128) {
+        return large ? ForwardTile{128, 32, 4, 2, 2, false, kSequential}
+                     : ForwardTile{128, 32, 4, 1, 2, false, kSequential};
+      }
+      return {64, 64, 4, 1, 2, false, kSequential};
+    default:
+      return shared == SharedClass::medium ? ForwardTile{128, 64, 8, 1, 1, false, kSequential}
+                                           : ForwardTile{64, 64, 4, 1, 2, false, kSequential};
+  }
+}
+
+}  // namespace pantile::ampere

@@ -1,0 +1,54 @@
+// What the forward kernel is told, and the compile-time face of its tile sizes.
+#pragma once
+
+#include <cstdint>
+
+#include "ampere/config.h"
+#include "ampere/operand.cuh"
+#include "core/geometry.h"
+#include "core/integer.h"
+#include "core/sequence.h"
+#include "core/tile_order.h"
+#include "tile/row_copy_sm80.cuh"
+
+namespace pantile::ampere {
+
+struct ForwardParams {
+  Operand q, k, v, o;
+  // From a row to the one that the same thread copies next, and to the same row of the next tile.
+  std::int64_t k_pass_bytes, k_tile_bytes, v_pass_bytes, v_tile_bytes;
+  float* lse;                        // null when not wanted
+  std::int64_t lse_head_stride;      // rows of one head of LSE
+  bool lse_packed;                   // [heads, total] instead of [batch, heads, rows]
+  core::SequenceSide queries, keys;  // lengths only
+  core::FastDivmod group;            // query heads per key head
+  int heads_q;
+  core::TileOrder order;
+  int window_left, window_right;  // core::kNoBound lifts a side
+  int head_dim, head_dim_v;       // of the tensors, at most the kernel's
+  float scale;                    // times log2(e), positive
+  bool negate_q;                  // the problem's scale is negative
+};
+
+template <int kHeadDimOf, int kHeadDimVOf, ForwardTile kTile>
+struct ForwardConfig {
+  static constexpr int kHeadDim = kHeadDimOf;    // of Q, K
+  static constexpr int kHeadDimV = kHeadDimVOf;  // of V, O
+  static constexpr int kTileQ = kTile.tile_q;
+  static constexpr int kTileK = kTile.tile_k;
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kStages = kTile.stages;
+  static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
+  static constexpr bool kQInRegisters = kTile.q_in_registers;
+  static constexpr Schedule kSchedule = kTile.schedule;
+  static constexpr int kWarpRows = kTileQ / kTile.warps;
+  static constexpr int kRowTiles = kWarpRows / 16;
+  using QCopy = tile::RowCopy<kTileQ, kHeadDim, kThreads>;
+  using KCopy = tile::RowCopy<kTileK, kHeadDim, kThreads>;
+  using VCopy = tile::RowCopy<kTileK, kHeadDimV, kThreads>;
+  static_assert(kWarpRows % 16 == 0 && kTileK % 16 == 0);
+  static_assert(kHeadDimV <= kHeadDim, "O takes the place of Q");
+  static_assert(kStages == 2 || (kStages == 1 && kSchedule == Schedule::sequential));
+};
+
+}  // namespace pantile::ampere

@@ -1,0 +1,49 @@
+// The order of tiles, decided alike when a plan is made and when it is run.
+#pragma once
+
+#include <cmath>
+
+#include "core/integer.h"
+#include "core/softmax_state.h"
+#include "core/tile_order.h"
+#include "pantile/device.h"
+#include "pantile/problem.h"
+
+namespace pantile::ampere {
+
+// What running heads may take of L2: half, the rest is for Q, O and whatever else runs.
+constexpr std::int64_t running_heads_bytes(const DeviceProps& device) {
+  return device.l2_bytes / 2;
+}
+
+constexpr bool is_full_mask(const ForwardProblem& p) {
+  return p.window_left < 0 && p.window_right < 0;
+}
+
+constexpr bool is_causal_mask(const ForwardProblem& p) {
+  return p.window_left < 0 && p.window_right == 0;
+}
+
+// Tiles of `tile_q` rows of all heads and sequences, for the longest sequence if they differ.
+constexpr core::TileOrder forward_order(const ForwardProblem& p, const DeviceProps& device,
+                                        int tile_q) {
+  const int heads = static_cast<int>(p.heads_q);
+  const int batch = static_cast<int>(p.batch);
+  const int group = p.heads_k > 0 ? static_cast<int>(p.heads_q / p.heads_k) : 1;
+  const std::int64_t bytes_per_key_head = p.seqlen_k * (p.head_dim + p.head_dim_v) * 2;
+  const int section = is_full_mask(p)
+                          ? 1
+                          : core::heads_per_section(bytes_per_key_head, group, heads * batch,
+                                                    running_heads_bytes(device));
+  return core::TileOrder(core::ceil_div(static_cast<int>(p.seqlen_q), tile_q), heads, batch,
+                         section, core::TileDirection::descending);
+}
+
+// Scores times this are base-2 logits. The kernel wants a positive factor: a negative scale changes
+// the sign of Q instead, and a scale of 0 becomes one that no finite score survives, so that masked
+// scores stay -inf (and not -inf * 0).
+inline float logit_scale(float scale) {
+  return core::max_of(std::fabs(scale) * core::kLog2E, 1e-30f);
+}
+
+}  // namespace pantile::ampere
