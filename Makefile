@@ -10,7 +10,7 @@ PANTILE_CUDA ?= AUTO
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 PY := $(VENV)/bin/python
 INSTALL = PANTILE_CUDA=$(1) $(PY) -m pip install -v --no-build-isolation --no-deps \
-  --force-reinstall --disable-pip-version-check -Cbuild-dir=$(BUILD)
+  --force-reinstall --disable-pip-version-check --config-settings=build-dir=$(BUILD)
 CXX_FILES = $(shell git ls-files '*.h' '*.cc' '*.cuh' '*.cu')
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 HAS_CUDA = grep -q '"cuda": true' $(BUILD)/generated/build_info.h
@@ -31,8 +31,8 @@ demo: $(VENV)/ready  ## train a small GPT with pantile and with torch, compare, 
 
 .PHONY: build
 build: $(VENV)/ready  ## the library, the Python package and the C++ tests
-	$(call INSTALL,$(PANTILE_CUDA)) -Ccmake.define.PANTILE_TESTS=ON \
-	  -Ccmake.define.PANTILE_INSTALL=ON -Ccmake.define.PANTILE_WERROR=ON .
+	$(call INSTALL,$(PANTILE_CUDA)) --config-settings=cmake.define.PANTILE_TESTS=ON \
+	  --config-settings=cmake.define.PANTILE_INSTALL=ON --config-settings=cmake.define.PANTILE_WERROR=ON .
 
 .PHONY: test
 test: lint build test-cpp test-python report  ## everything that needs no more than this machine
