@@ -16,20 +16,22 @@ Figures = dict[str, Any]
 BUDGET = pathlib.Path(__file__).with_name("kernel_budget.json")
 
 
-def load(path: pathlib.Path = BUDGET) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {"nvcc": "", "ptxas": {}, "sass": {}}
+def load() -> dict[str, Any]:
+    if not BUDGET.exists():
+        return {"nvcc": "", "ptxas": {}, "sass": {}}
+    return json.loads(BUDGET.read_text())
 
 
-def save(section: str, nvcc: str, entries: dict[str, Figures], path: pathlib.Path = BUDGET) -> None:
+def save(section: str, nvcc: str, entries: dict[str, Figures]) -> None:
     """Replaces one section and writes the file, one entry a line, sorted."""
-    budget = load(path)
+    budget = load()
     budget["nvcc"] = nvcc
     budget[section] = entries
     parts = [f'  "nvcc": {json.dumps(budget["nvcc"])}']
     for name in ("ptxas", "sass"):
         lines = [f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(budget[name].items())]
         parts.append(f'  "{name}": {{\n' + ",\n".join(lines) + "\n  }")
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    BUDGET.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def build_fact(build: pathlib.Path, name: str) -> str:
