@@ -22,7 +22,7 @@ PUBLIC, CORE = "cpp/include/pantile/", "cpp/core/"
 FAMILY_PLANS = ["cuda/backend.h", "cuda/hopper/plan.h", "cuda/ampere/plan.h"]
 HOST = [PUBLIC, CORE, "cpp/host/"]
 TILES = ["cuda/tile/", "cuda/prim/", CORE, PUBLIC]
-KERNELS = ["cuda/common/", "cuda/attn/", *TILES]
+KERNELS = ["cuda/common/", "cuda/attn/", "cuda/driver.h", *TILES]
 
 # What the files under a prefix may include; the longest prefix that fits a file counts.
 LAYERS = {
@@ -36,7 +36,8 @@ LAYERS = {
     "cuda/common/": KERNELS,
     "cuda/hopper/": ["cuda/hopper/", *KERNELS],
     "cuda/ampere/": ["cuda/ampere/", *KERNELS],
-    "cuda/backend.": [PUBLIC, "cuda/backend.h"],
+    "cuda/driver.": [PUBLIC],
+    "cuda/backend.": [PUBLIC, "cuda/backend.h", "cuda/driver.h"],
     "python/bindings/": [PUBLIC, "python/bindings/"],
     "tests/consumer/": [PUBLIC],
     "examples/": [PUBLIC],
@@ -139,7 +140,7 @@ def check_text(file: str, text: str) -> list[str]:
         if len(line) > COLUMNS
     ]
     limit = FILE_LINES[pathlib.PurePosixPath(file).suffix]
-    if len(lines) > limit:
+    if len(lines) > limit and not file.startswith("tests/"):
         errors.append(f"{file}: {len(lines)} lines, at most {limit}")
     if file != "tools/check_layers.py":
         errors += [
