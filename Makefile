@@ -43,7 +43,7 @@ test-cpp:  ## C++ tests and the find_package projects (after make build)
 
 .PHONY: test-python
 test-python:  ## Python tests; those marked gpu are skipped without one (after make build)
-	$(PY) -m pytest
+	$(PY) -m pytest $(if $(filter 0,$(HAS_GPU)),-n auto)
 
 .PHONY: report
 report:  ## registers, spills, advisories and hot-loop schedules against tools/kernel_budget.json
