@@ -55,10 +55,10 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _length(name: str, value: object) -> int:
+    if type(value) is int or type(value).__name__ == "SymInt":  # first: also what tracing sees
+        return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} is {value!r}; it must be an integer")
-    if type(value) is int or type(value).__name__ == "SymInt":
-        return value
     return value.__index__()  # a NumPy integer, or a tensor of one element, which waits for it
 
 

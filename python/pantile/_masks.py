@@ -8,9 +8,10 @@ UNBOUNDED = -1
 def _bound(name: str, value: object) -> int:
     if value is None:
         return UNBOUNDED
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} is {value!r}; it must be an integer or None")
-    value = value.__index__()
+    if type(value) is not int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} is {value!r}; it must be an integer or None")
+        value = value.__index__()
     if value < UNBOUNDED:
         raise ValueError(f"{name} is {value}; it must be 0 or more, or -1 or None for unbounded")
     return value

@@ -132,4 +132,7 @@ def install() -> bool:
     parallel_for = _libtorch_address("torch_parallel_for")
     if parallel_for:
         _C.set_parallel_for(parallel_for)
+        if hasattr(os, "register_at_fork"):
+            # OpenMP, which torch's loop stands on, hangs in the child of a process that used it.
+            os.register_at_fork(after_in_child=lambda: _C.set_parallel_for(0))
     return bool(threads)

@@ -29,7 +29,7 @@ class Target:
 
 @dataclass
 class Case:
-    """Tensors of one call and its arguments; ``lengths``: (cu_seqlens_q, cu_seqlens_k) if packed."""
+    """Tensors and arguments of one call; ``lengths``: (cu_seqlens_q, cu_seqlens_k) if packed."""
 
     q: torch.Tensor
     k: torch.Tensor

@@ -180,7 +180,7 @@ def test_attended_infinity_in_v(target):
 # ---- zero sizes
 
 
-@pytest.mark.parametrize("shape", itertools.product((0, 2), (0, 3), (0, 5), (0, 4)), ids=str)
+@pytest.mark.parametrize("shape", list(itertools.product((0, 2), (0, 3), (0, 5), (0, 4))), ids=str)
 def test_zero_sizes(target, shape):
     batch, rows, keys, heads = shape
     if all(shape):
@@ -203,7 +203,7 @@ def test_zero_sizes(target, shape):
         assert not gradient.any()
 
 
-@pytest.mark.parametrize("empty_q", itertools.product((False, True), repeat=4), ids=str)
+@pytest.mark.parametrize("empty_q", list(itertools.product((False, True), repeat=4)), ids=str)
 def test_every_subset_of_empty_sequences(target, empty_q):
     lengths = [17, 64, 1, 33]
     lengths_q = [0 if e else n for e, n in zip(empty_q, lengths, strict=True)]

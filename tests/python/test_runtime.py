@@ -1,0 +1,238 @@
+"""What ties the bindings to torch: thread counts, forks, workspaces, older torch, import order."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from pantile import _runtime
+from support import run_python
+
+# ---- workspaces of CUDA runs; the lender works on any device
+
+
+def test_runs_of_one_stream_share_a_block():
+    lender = _runtime.WorkspaceLender()
+    first = lender.lend("cpu", (0, 1, "forward"), 1000, 0)
+    assert first.numel() >= 1000
+    assert lender.lend("cpu", (0, 1, "forward"), 500, 0) is first
+    assert lender.lend("cpu", (0, 2, "forward"), 500, 0) is not first
+    assert lender.lend("cpu", (1, 1, "forward"), 500, 0) is not first
+    assert lender.lend("cpu", (0, 1, "backward"), 500, 0) is not first
+
+
+def test_threads_do_not_share_a_block():
+    lender = _runtime.WorkspaceLender()
+    blocks = []
+
+    def work():
+        blocks.append(lender.lend("cpu", (0, 1, "forward"), 100, 0))
+
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert blocks[0] is not blocks[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_first_bytes_are_zero_for_every_sequence_of_plans(seed):
+    """A plan finds its zeroed bytes zero, whatever the plans before it wrote behind theirs."""
+    generator = torch.Generator().manual_seed(seed)
+    lender = _runtime.WorkspaceLender()
+    for _ in range(50):
+        size, zeroed = (int(x) for x in torch.randint(0, 300, (2,), generator=generator))
+        size, zeroed = max(size, zeroed), min(size, zeroed)
+        block = lender.lend("cpu", ("key",), size, zeroed)
+        assert block.numel() >= size
+        assert not block[:zeroed].any()
+        block[zeroed:size] = 255  # what a kernel may leave
+
+
+def test_equal_plans_are_not_cleared_again():
+    lender = _runtime.WorkspaceLender()
+    block = lender.lend("cpu", ("key",), 100, 40)
+    version = block._version
+    for _ in range(3):
+        assert lender.lend("cpu", ("key",), 100, 40) is block
+    assert block._version == version
+
+
+# ---- threads
+
+
+def test_thread_count_follows_torch():
+    output = run_python(
+        """
+        import torch, pantile
+        pantile.load_torch()
+        for n in (1, 3, 2):
+            torch.set_num_threads(n)
+            print(pantile.devices()[0]["threads"])
+        """
+    )
+    assert output.split() == ["1", "3", "2"]
+
+
+LARGE_CALL = """
+import torch, pantile
+torch.set_num_threads(2)
+q, k, v = (torch.randn(2, 256, 8, 64, requires_grad=True) for _ in range(3))
+gradient = torch.randn(q.shape)
+
+def call():
+    o = pantile.attention(q, k, v, causal=True)
+    return [x.detach().numpy() for x in (o, *torch.autograd.grad(o, (q, k, v), gradient))]
+"""
+
+
+def test_fork_after_a_threaded_call():
+    """A child has none of its parent's threads, and must not wait for them.
+
+    torch's own parallel loops do hang in such a child, so it runs nothing but attention.
+    """
+    output = run_python(
+        LARGE_CALL
+        + """
+import os
+import numpy as np
+
+def same():
+    return all(np.array_equal(a, b) for a, b in zip(before, call(), strict=True))
+
+before = call()
+child = os.fork()
+if child == 0:
+    os._exit(0 if same() else 1)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status), same())
+""",
+        timeout=60,
+    )
+    assert output.split() == ["0", "True"]
+
+
+def test_fork_after_a_threaded_numpy_call():
+    """The library's own pool, without torch."""
+    output = run_python(
+        """
+import os
+import numpy as np, pantile
+pantile._C.set_cpu_threads(2)
+q = np.random.default_rng(0).standard_normal((2, 256, 8, 64)).astype(np.float32)
+before = pantile.attention(q, q, q)
+child = os.fork()
+if child == 0:
+    os._exit(0 if np.array_equal(before, pantile.attention(q, q, q)) else 1)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status), np.array_equal(before, pantile.attention(q, q, q)))
+"""
+    )
+    assert output.split() == ["0", "True"]
+
+
+def test_data_loader_workers():
+    output = run_python(
+        LARGE_CALL
+        + """
+from torch.utils.data import DataLoader, Dataset
+
+class Items(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        x = torch.full((1, 200, 8, 64), float(index))
+        return pantile.attention(x, x, x).mean()
+
+call()
+print([round(float(x), 3) for x in DataLoader(Items(), batch_size=None, num_workers=2)])
+"""
+    )
+    assert output.strip() == "[0.0, 1.0, 2.0, 3.0]"
+
+
+# ---- torch before 2.11
+
+
+def test_without_the_exchange_table():
+    """Tensors read through their attributes give the same bits, and the same messages."""
+    output = run_python(
+        """
+        import torch, pantile
+        from pantile import _C, _runtime
+        pantile.load_torch()
+
+        def run():
+            results, errors = [], []
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                torch.manual_seed(0)
+                q, k, v = (torch.randn(2, n, 4, 16).to(dtype).requires_grad_() for n in (9, 13, 13))
+                o, lse = pantile.attention(q, k, v, causal=True, return_lse=True)
+                results += [o, lse, *torch.autograd.grad(o.float().sum() + lse.sum(), (q, k, v))]
+                results.append(pantile.attention(*(x.transpose(0, 2) for x in (q, k, v))))
+            for bad in (lambda: pantile.attention(q.double(), k, v),
+                        lambda: pantile.attention(q, k[0], v),
+                        lambda: pantile.attention(q, k, v.to(torch.float8_e4m3fn))):
+                try:
+                    bad()
+                except (TypeError, ValueError) as error:
+                    errors.append(str(error))
+            return results, errors
+
+        table = run()
+        _C.set_torch(torch.Tensor, None, _runtime.describe, _runtime.current_stream,
+                     _runtime.lend_workspace, 0)
+        attributes = run()
+        assert all(torch.equal(a, b) for a, b in zip(table[0], attributes[0], strict=True))
+        assert table[1] == attributes[1] and len(table[1]) == 3, (table[1], attributes[1])
+        print("same")
+        """
+    )
+    assert output.strip() == "same"
+
+
+def test_torch_that_is_too_old_is_named():
+    output = run_python(
+        """
+        import torch
+        torch.__version__ = "2.5.1"
+        try:
+            import pantile
+        except ImportError as error:
+            print(error)
+        """
+    )
+    assert output.strip() == "pantile needs torch 2.6 or newer; this is torch 2.5.1"
+
+
+# ---- import order
+
+
+@pytest.mark.parametrize("order", ["import torch, pantile", "import pantile, torch"])
+def test_first_call_inside_a_compiled_function(order):
+    output = run_python(
+        f"""
+        {order}
+        q = torch.randn(1, 8, 2, 16)
+        compiled = torch.compile(
+            lambda x: pantile.attention(x, x, x) + 1, fullgraph=True, backend="eager"
+        )
+        print(torch.equal(compiled(q), pantile.attention(q, q, q) + 1))
+        """
+    )
+    assert output.strip() == "True"
+
+
+def test_load_torch_registers_the_operators():
+    output = run_python(
+        """
+        import pantile, torch
+        print(hasattr(torch.ops.pantile, "forward"))
+        pantile.load_torch()
+        print(hasattr(torch.ops.pantile, "forward"))
+        """
+    )
+    assert output.split() == ["False", "True"]
