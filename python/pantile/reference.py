@@ -101,7 +101,7 @@ def error(result: torch.Tensor, exact: torch.Tensor) -> float:
         return 0.0
     result, exact = result.detach().double(), exact.detach().double()
     difference = torch.where(result == exact, 0.0, (result - exact).abs())
-    return float(torch.nan_to_num(difference, nan=torch.inf).max())
+    return float(torch.nan_to_num(difference, nan=torch.inf, posinf=torch.inf).max())
 
 
 def rounding_scales(call, q, k, v, grad_o, scale=None) -> tuple[float, float, float, float]:

@@ -131,10 +131,12 @@ def gradients(function, operands, grad_o=None, grad_lse=None):
     o, lse = function(*leaves)
     outputs, grads = [], []
     for output, grad in ((o, grad_o), (lse, grad_lse)):
-        if grad is not None:
+        if grad is not None and output.requires_grad:  # not where the reference has no terms
             outputs.append(output)
             grads.append(grad.to(output.dtype))
-    found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+    found = [None] * 3
+    if outputs:
+        found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
     found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
     return [o.detach(), lse.detach(), *found]
 

@@ -1,0 +1,290 @@
+"""explain, Options, environment variables, build and device information, the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pantile
+import pytest
+import torch
+from pantile import __main__ as command_line
+from pantile import _check, reference
+from support import run_python
+
+# ---- explain
+
+
+def operands(dtype=torch.float32):
+    return [torch.randn(2, n, 4, 64).to(dtype) for n in (9, 13, 13)]
+
+
+def test_explain_names_the_kernel_that_runs():
+    """The log of plans, made at run time, and the answer beforehand name the same kernels."""
+    output = run_python(
+        """
+        import sys
+        sys.stderr = sys.stdout
+        import torch, pantile
+        q = torch.randn(1, 9, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+        plan = pantile.explain(q, q, q, causal=True)
+        print(plan.forward.kernel, plan.backward.kernel)
+        pantile.attention(q, q, q, causal=True).sum().backward()
+        """,
+        PANTILE_LOG="info",
+    )
+    first, *planned = output.splitlines()
+    assert first.split() == ["cpu_forward_bf16", "cpu_backward_bf16"]
+    assert [line.split(": ")[1] for line in planned] == first.split()
+
+
+def test_log_names_each_new_plan_once():
+    output = run_python(
+        """
+        import sys
+        sys.stderr = sys.stdout
+        import torch, pantile
+        q = torch.randn(1, 9, 2, 64, dtype=torch.bfloat16)
+        for _ in range(3):
+            pantile.attention(q, q, q, causal=True)
+        """,
+        PANTILE_LOG="info",
+    )
+    lines = output.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("pantile: cpu_forward_bf16: batch 1, heads 2/2, length 9 x 9")
+
+
+def test_explain_reports_copies():
+    q, k, v = operands()
+    narrow = torch.randn(2, 13, 4, 128)[..., ::2]
+    plan = pantile.explain(q, narrow, v)
+    assert plan.forward.copies == ("k",)
+    assert "copies first: k" in str(plan)
+    assert (
+        pantile.explain(q, k.transpose(1, 2).contiguous().transpose(1, 2), v).forward.copies == ()
+    )
+
+
+def test_explain_has_a_verdict_for_every_row():
+    plan = pantile.explain(*operands(torch.float16), options=pantile.Options(backend="reference"))
+    table = pantile.kernels()
+    for pass_ in ("forward", "backward"):
+        explained = getattr(plan, pass_)
+        names = [row["name"] for row in table if row["pass"] == pass_]
+        assert [row.kernel for row in explained.rows] == names
+        assert [row.kernel for row in explained.rows if row.chosen] == [explained.kernel]
+        assert explained.kernel == f"reference_{pass_}_f16"
+        for row in explained.rows:
+            assert row.chosen or row.reason
+    text = str(plan)
+    assert "cpu_forward_f16" in text
+    assert "chosen" in text
+
+
+def test_explain_says_why_no_kernel_serves():
+    plan = pantile.explain(*operands(), options=pantile.Options(backend="hopper"))
+    assert plan.forward.kernel is None
+    assert "hopper" in plan.forward.reason
+    assert "forward: no kernel." in str(plan)
+
+
+def test_explain_refuses_what_attention_refuses():
+    q, k, v = operands()
+    with pytest.raises(ValueError, match="v has head count 2"):
+        pantile.explain(q, k, v[:, :, :2])
+    with pytest.raises(ValueError, match="scale is nan"):
+        pantile.explain(q, k, v, scale=float("nan"))
+    with pytest.raises(ValueError, match="need cu_seqlens"):
+        pantile.explain(q, k, v, seqused_q=torch.zeros(2, dtype=torch.int32))
+
+
+def test_explain_packed():
+    q = torch.randn(7, 4, 64)
+    bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
+    assert pantile.explain(q, q, q, bounds, bounds, 4, 4).forward.kernel == "cpu_forward_f32"
+
+
+# ---- options and environment
+
+
+def test_options_are_frozen_values():
+    options = pantile.Options(backend="cpu", checked=True)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.backend = "auto"
+    assert options == pantile.Options("cpu", True)
+    assert hash(options) == hash(pantile.Options("cpu", True))
+
+
+def test_environment_sets_the_backend():
+    source = """
+        import torch, pantile
+        q = torch.randn(1, 3, 1, 8)
+        print(pantile.Options().backend, pantile.explain(q, q, q).forward.kernel)
+    """
+    assert run_python(source, PANTILE_BACKEND="reference").split() == [
+        "reference",
+        "reference_forward_f32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("PANTILE_BACKEND", "auto, hopper, ampere, cpu, reference"),
+        ("PANTILE_LOG", "debug, info, warning"),
+    ],
+)
+def test_bad_environment_is_named(name, allowed):
+    source = """
+        try:
+            import pantile
+        except ValueError as error:
+            print(error)
+    """
+    output = run_python(source, **{name: "loud"})
+    assert output.strip() == f"environment variable {name} is 'loud'; it must be one of {allowed}"
+
+
+# ---- what there is
+
+
+def test_build_info():
+    info = pantile.build_info()
+    assert info["version"] == pantile.__version__
+    assert isinstance(info["cuda"], bool)
+    assert info["cuda"] or info["cuda_reason"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", pantile.__version__)
+
+
+def test_devices():
+    first = pantile.devices()[0]
+    assert first["type"] == "cpu"
+    assert first["isa"] in ("baseline", "avx2", "avx512", "avx512_bf16")
+    assert first["threads"] == torch.get_num_threads()
+    if torch.cuda.is_available():
+        assert len(pantile.devices()) == 1 + torch.cuda.device_count()
+    else:
+        assert pantile.cuda_reason()
+
+
+def test_lower_instruction_sets_give_right_results():
+    """PANTILE_CPU_ISA forces what an older processor would run."""
+    for isa in ("baseline", "avx2", "avx512", "avx512_bf16"):
+        output = run_python(
+            """
+            import torch, pantile
+            from pantile import reference
+            torch.manual_seed(0)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                q, k, v = (torch.randn(1, n, 2, 72).to(dtype) for n in (70, 90, 90))
+                q, k, v = (x.requires_grad_() for x in (q, k, v))
+                o = pantile.attention(q, k, v, causal=True)
+                grads = torch.autograd.grad(o.float().square().sum(), (q, k, v))
+                d = [x.detach().double().requires_grad_() for x in (q, k, v)]
+                e, _ = reference.attention(*d, causal=True)
+                exact = torch.autograd.grad(e.square().sum(), d)
+                tolerance = 1e-4 if dtype is torch.float32 else 0.06
+                for a, b in zip((o, *grads), (e, *exact)):
+                    assert reference.error(a, b) < tolerance, (dtype, reference.error(a, b))
+            print(pantile.devices()[0]["isa"])
+            """,
+            PANTILE_CPU_ISA=isa,
+        )
+        # A set that this processor lacks is not forced on it.
+        assert output.strip() in (isa, pantile.devices()[0]["isa"])
+
+
+# ---- command line
+
+
+def test_info_command(capsys):
+    assert command_line.main(["info"]) == 0
+    output = capsys.readouterr().out
+    for word in (pantile.__version__, torch.__version__, "backend cpu", "cpu:0"):
+        assert word in output
+
+
+def test_kernels_command(capsys):
+    assert command_line.main(["kernels"]) == 0
+    output = capsys.readouterr().out
+    for row in pantile.kernels():
+        assert row["name"] in output
+
+
+def test_check_command(capsys):
+    assert command_line.main(["check", "--backend", "cpu"]) == 0
+    output = capsys.readouterr().out
+    assert "24 ok, 0 failed, 0 not served" in output
+    assert output.count("cpu_backward_bf16") == len(_check.MASKS)
+
+
+def test_check_command_notices_a_wrong_kernel(capsys, monkeypatch):
+    """Scores that are 1 % too large must not pass as rounding."""
+    real = pantile.attention
+
+    def wrong(q, k, v, **arguments):
+        return real(q, k, v, scale=1.01 * q.shape[-1] ** -0.5, **arguments)
+
+    monkeypatch.setattr(pantile, "attention", wrong)
+    assert command_line.main(["check", "--backend", "cpu"]) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    verdicts = {tuple(x[2:6:1]): x[0] for x in lines if x and x[0] in ("ok", "FAIL")}
+    failed = {key[0] for key, verdict in verdicts.items() if verdict == "FAIL"}
+    assert {"f32", "f16"} <= failed
+
+
+def test_check_rows_know_their_verdict():
+    row = _check.Row("cpu", "kernel", "f32", 64, "full", "forward", 1.0, 2.0)
+    assert row.verdict == "ok"
+    assert dataclasses.replace(row, error=3.0).verdict == "FAIL"
+    assert dataclasses.replace(row, error=float("inf")).verdict == "FAIL"
+    assert dataclasses.replace(row, error=None, bound=None).verdict == "-"
+
+
+def test_error_measures_nan_as_wrong():
+    exact = torch.tensor([1.0, -torch.inf])
+    assert reference.error(torch.tensor([1.5, -torch.inf]), exact) == 0.5
+    assert reference.error(torch.tensor([float("nan"), -torch.inf]), exact) == float("inf")
+    assert reference.error(torch.tensor([1.0, 0.0]), exact) == float("inf")
+
+
+# ---- the GPU summary
+
+
+def test_gpu_summary(tmp_path, monkeypatch):
+    import conftest
+
+    monkeypatch.setenv("PANTILE_COMMIT", "abc123")
+    summary = conftest.GpuSummary(str(tmp_path / "summary.md"))
+
+    def report(outcome, kernel=None, keywords=("gpu",), when="call"):
+        properties = [("kernel", kernel)] if kernel else []
+        return pytest.TestReport(
+            f"test_{outcome}",
+            ("", 0, ""),
+            dict.fromkeys(keywords, 1),
+            outcome,
+            None,
+            when,
+            user_properties=properties,
+        )
+
+    summary.pytest_runtest_logreport(report("passed", "hopper_forward_bf16_d64_full"))
+    summary.pytest_runtest_logreport(report("passed", "hopper_forward_bf16_d64_full"))
+    summary.pytest_runtest_logreport(report("failed", "hopper_forward_f16_d64_full"))
+    summary.pytest_runtest_logreport(report("skipped", when="setup"))
+    summary.pytest_runtest_logreport(report("passed", when="setup"))
+    summary.pytest_runtest_logreport(report("failed", keywords=()))
+    summary.pytest_sessionfinish()
+    text = (tmp_path / "summary.md").read_text()
+    for line in (
+        "| commit | abc123 |",
+        "| passed | 2 |",
+        "| failed | 1 |",
+        "| skipped | 1 |",
+        "- `test_failed`",
+        "| hopper_forward_bf16_d64_full | 2 | 0 | 0 |",
+        "| hopper_forward_f16_d64_full | 0 | 1 | 0 |",
+    ):
+        assert line in text
