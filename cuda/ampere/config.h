@@ -2,7 +2,7 @@
 // so that plans and tests read the numbers the kernels are compiled with.
 #pragma once
 
-#include "core/integer.h"
+#include "pantile/registry.h"
 
 namespace pantile::ampere {
 
@@ -53,9 +53,11 @@ constexpr int forward_shared_bytes(const ForwardTile& tile, int head_dim, int he
 // cannot (measured on an H200: 62 % of the rate). 32 query rows a warp halve the shared-memory
 // reads per product against 16 rows; 256 columns of O leave registers for 16 only.
 // head_dim x head_dim_v is one of those in cuda/kernels.def.
-constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, SharedClass shared) {
+constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, MaskKind mask,
+                                   SharedClass shared) {
   constexpr Schedule kSequential = Schedule::sequential;
   constexpr Schedule kPipelined = Schedule::pipelined;
+  const bool window = mask == MaskKind::window || mask == MaskKind::any;
   const bool large = shared == SharedClass::large;
   const bool small = shared == SharedClass::small;
   switch (head_dim) {
@@ -63,9 +65,10 @@ constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, SharedClass sha
     case 64: return {128, 64, 4, 2, 2, true, kPipelined};
     case 96: return {128, 64, 4, small ? 1 : 2, 2, false, kSequential};
     case 128:
-      return large   ? ForwardTile{128, 64, 4, 2, 2, false, kSequential}
-             : small ? ForwardTile{128, 32, 4, 1, 2, false, kSequential}
-                     : ForwardTile{128, 32, 4, 2, 2, false, kPipelined};
+      // Windows end in more partly seen tiles, where short ones waste less.
+      return large && !window ? ForwardTile{128, 64, 4, 2, 2, false, kSequential}
+             : small          ? ForwardTile{128, 32, 4, 1, 2, false, kSequential}
+                              : ForwardTile{128, 32, 4, 2, 2, false, kPipelined};
     case 192:
       if (head_dim_v == 128) {
         return large ? ForwardTile{128, 32, 4, 2, 2, false, kSequential}

@@ -206,18 +206,20 @@ class ForwardBlock {
   PANTILE_DEVICE void attend_nonfinite(const std::uint16_t* v, int n) {
     const int row = lane_row();
     const int pair = prim::fresh_thread_index() % 4 * 2;
-    for (int key = 0; key < kTileK; ++key) {
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
+    for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
+#pragma unroll 1
+      for (int key = 0; key < kTileK; ++key) {
+        const std::uint16_t* const at = v + VRows::offset(key, j) / 2 + pair;
+        const float low = tile::nonfinite_or_zero<kDType>(at[0]);
+        const float high = tile::nonfinite_or_zero<kDType>(at[1]);
+        if (low != 0.0f || high != 0.0f) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const core::Span seen = seen_keys(row + m * 16 + r * 8);
-          if (n * kTileK + key >= seen.begin && n * kTileK + key < seen.end) {
-#pragma unroll
-            for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
-              const int at = VRows::offset(key, j) / 2 + pair;
-              softmax.o[m][j][2 * r] += tile::nonfinite_or_zero<kDType>(v[at]);
-              softmax.o[m][j][2 * r + 1] += tile::nonfinite_or_zero<kDType>(v[at + 1]);
+          for (int i = 0; i < 2 * kRowTiles; ++i) {
+            const core::Span seen = seen_keys(row + i * 8);
+            if (n * kTileK + key >= seen.begin && n * kTileK + key < seen.end) {
+              softmax.o[i / 2][j][i % 2 * 2] += low;
+              softmax.o[i / 2][j][i % 2 * 2 + 1] += high;
             }
           }
         }

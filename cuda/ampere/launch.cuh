@@ -25,6 +25,10 @@ inline core::SequenceSide key_side(const ForwardProblem& p, const ForwardTensors
   return side;
 }
 
+inline Status device_error(cudaError_t error) {
+  return Status::error(StatusCode::device_error, "CUDA: %s", cudaGetErrorString(error));
+}
+
 template <class Params>
 Status launch(void (*kernel)(Params), int blocks, int threads, int shared_bytes,
               cudaStream_t stream, const Params& params) {
@@ -37,10 +41,7 @@ Status launch(void (*kernel)(Params), int blocks, int threads, int shared_bytes,
              static_cast<std::size_t>(shared_bytes), stream>>>(params);
     error = cudaGetLastError();
   }
-  if (error != cudaSuccess) {
-    return Status::error(StatusCode::device_error, "CUDA: %s", cudaGetErrorString(error));
-  }
-  return Status();
+  return error == cudaSuccess ? Status() : device_error(error);
 }
 
 }  // namespace pantile::ampere

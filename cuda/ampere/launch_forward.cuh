@@ -8,6 +8,7 @@
 #include "ampere/forward.cuh"
 #include "ampere/launch.cuh"
 #include "ampere/order.h"
+#include "common/device_scope.h"
 #include "core/softmax_state.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
@@ -42,7 +43,7 @@ inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensor
 
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, SharedClass kShared>
 Status launch_forward_tile(ForwardParams params, int blocks, cudaStream_t stream) {
-  constexpr ForwardTile kTile = forward_tile(kHeadDim, kHeadDimV, kShared);
+  constexpr ForwardTile kTile = forward_tile(kHeadDim, kHeadDimV, kMask, kShared);
   constexpr int kSharedBytes = forward_shared_bytes(kTile, kHeadDim, kHeadDimV);
   using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile>;
   static_assert(kSharedBytes <= shared_class_bytes(kShared));
@@ -61,6 +62,10 @@ Status launch_forward(const ForwardPlan& plan, const ForwardTensors& tensors, vo
   static_cast<void>(workspace);  // the forward needs none
   if (plan.blocks == 0) {
     return Status();
+  }
+  const common::DeviceScope device(plan.device.device.index);
+  if (device.error() != cudaSuccess) {
+    return device_error(device.error());
   }
   const ForwardParams params = forward_params(plan, tensors);
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);

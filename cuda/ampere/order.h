@@ -8,6 +8,7 @@
 #include "core/tile_order.h"
 #include "pantile/device.h"
 #include "pantile/problem.h"
+#include "pantile/registry.h"
 
 namespace pantile::ampere {
 
@@ -16,12 +17,12 @@ constexpr std::int64_t running_heads_bytes(const DeviceProps& device) {
   return device.l2_bytes / 2;
 }
 
-constexpr bool is_full_mask(const ForwardProblem& p) {
-  return p.window_left < 0 && p.window_right < 0;
-}
-
-constexpr bool is_causal_mask(const ForwardProblem& p) {
-  return p.window_left < 0 && p.window_right == 0;
+// The mask of a canonical problem.
+constexpr MaskKind mask_kind(const ForwardProblem& p) {
+  return p.window_left >= 0    ? MaskKind::window
+         : p.window_right < 0  ? MaskKind::full
+         : p.window_right == 0 ? MaskKind::causal
+                               : MaskKind::window;
 }
 
 // Tiles of `tile_q` rows of all heads and sequences, for the longest sequence if they differ.
@@ -31,7 +32,7 @@ constexpr core::TileOrder forward_order(const ForwardProblem& p, const DevicePro
   const int batch = static_cast<int>(p.batch);
   const int group = p.heads_k > 0 ? static_cast<int>(p.heads_q / p.heads_k) : 1;
   const std::int64_t bytes_per_key_head = p.seqlen_k * (p.head_dim + p.head_dim_v) * 2;
-  const int section = is_full_mask(p)
+  const int section = mask_kind(p) == MaskKind::full
                           ? 1
                           : core::heads_per_section(bytes_per_key_head, group, heads * batch,
                                                     running_heads_bytes(device));

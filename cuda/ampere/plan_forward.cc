@@ -1,0 +1,66 @@
+// Which forward problems the ampere kernels serve, and with which tiles. No CUDA headers.
+#include <cinttypes>
+
+#include "ampere/config.h"
+#include "ampere/order.h"
+#include "ampere/plan.h"
+#include "ampere/rules.h"
+
+namespace pantile::ampere {
+namespace {
+
+Status layout_rules(const ForwardProblem& p) {
+  const struct {
+    const char* name;
+    const Layout& layout;
+  } tensors[] = {{"q", p.q}, {"k", p.k}, {"v", p.v}, {"o", p.o}};
+  for (const auto& tensor : tensors) {
+    const Status status = layout_rule(tensor.name, tensor.layout);
+    if (!status.ok()) {
+      return status;
+    }
+  }
+  return Status();
+}
+
+ForwardTile tile_of(const KernelInfo& row, const DeviceProps& device) {
+  return forward_tile(row.head_dim, row.head_dim_v, row.mask,
+                      shared_class(device.smem_optin_bytes));
+}
+
+// Blocks are numbered with 31 bits.
+Status count_rule(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {
+  const int tile_q = tile_of(row, device).tile_q;
+  const std::int64_t tiles = core::ceil_div<std::int64_t>(p.seqlen_q, tile_q);
+  if (!core::TileOrder::fits(tiles, p.heads_q, p.batch)) {
+    return Status::error(StatusCode::unsupported,
+                         "has 31-bit tile numbers: batch %" PRId64 " x heads_q %" PRId64
+                         " x %" PRId64 " tiles of rows are too many",
+                         p.batch, p.heads_q, tiles);
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
+                      const DeviceProps& device) {
+  Status status = device_rule(device);
+  if (status.ok()) {
+    status = row_rule(row, problem);
+  }
+  if (status.ok()) {
+    status = layout_rules(problem);
+  }
+  return status.ok() ? count_rule(row, problem, device) : status;
+}
+
+void configure_forward(ForwardPlan* plan) {
+  const ForwardTile tile = tile_of(*plan->kernel, plan->device);
+  plan->tile_q = tile.tile_q;
+  plan->tile_k = tile.tile_k;
+  plan->blocks = forward_order(plan->problem, plan->device, tile.tile_q).count();
+  plan->workspace = Workspace{};
+}
+
+}  // namespace pantile::ampere

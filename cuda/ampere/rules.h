@@ -1,0 +1,80 @@
+// Reasons for which the ampere kernels, forward and backward, refuse a problem. No CUDA headers.
+#pragma once
+
+#include <cinttypes>
+#include <cstdint>
+
+#include "ampere/config.h"
+#include "ampere/order.h"
+#include "pantile/device.h"
+#include "pantile/problem.h"
+#include "pantile/registry.h"
+#include "pantile/status.h"
+
+namespace pantile::ampere {
+
+inline Status device_rule(const DeviceProps& device) {
+  constexpr int kSmallest = shared_class_bytes(SharedClass::small);
+  if (device.device.type != DeviceType::cuda) {
+    return Status::error(StatusCode::unsupported, "needs a CUDA device");
+  }
+  if (device.compute_major < 8) {
+    return Status::error(StatusCode::unsupported,
+                         "needs compute capability 8.0 or later, device %d has %d.%d",
+                         device.device.index, device.compute_major, device.compute_minor);
+  }
+  if (device.smem_optin_bytes < kSmallest) {
+    return Status::error(StatusCode::unsupported,
+                         "needs %d bytes of shared memory a block, device %d has %d", kSmallest,
+                         device.device.index, device.smem_optin_bytes);
+  }
+  return Status();
+}
+
+inline Status row_rule(const KernelInfo& row, const ForwardProblem& p) {
+  if (p.dtype != row.dtype) {
+    return Status::error(StatusCode::unsupported, "serves %s, dtype is %s", dtype_name(row.dtype),
+                         dtype_name(p.dtype));
+  }
+  const std::int64_t dims[] = {p.head_dim, p.head_dim_v};
+  const int most[] = {row.head_dim, row.head_dim_v};
+  const char* const names[] = {"head_dim", "head_dim_v"};
+  for (int i = 0; i < 2; ++i) {
+    if (dims[i] > most[i]) {
+      return Status::error(StatusCode::unsupported, "serves %s up to %d, it is %" PRId64, names[i],
+                           most[i], dims[i]);
+    }
+    if (dims[i] % 8 != 0) {
+      return Status::error(StatusCode::unsupported,
+                           "needs %s to be a multiple of 8, it is %" PRId64, names[i], dims[i]);
+    }
+  }
+  if (row.mask != MaskKind::any && row.mask != mask_kind(p)) {
+    return Status::error(StatusCode::unsupported,
+                         "serves %s masks, window_left is %" PRId64 " and window_right %" PRId64,
+                         mask_kind_name(row.mask), p.window_left, p.window_right);
+  }
+  return Status();
+}
+
+// Copies are 16 bytes wide, and a few rows' strides together must fit 63 bits, in bytes. Axes of
+// one element have the strides of a contiguous tensor (host::canonical).
+inline Status layout_rule(const char* name, const Layout& layout) {
+  if (layout.base_align_bytes < 16) {
+    return Status::error(StatusCode::unsupported, "needs %s aligned to 16 bytes, it is to %d", name,
+                         layout.base_align_bytes);
+  }
+  const char* const axes[] = {"batch", "seq", "head"};
+  const std::int64_t strides[] = {layout.batch, layout.seq, layout.head};
+  for (int i = 0; i < 3; ++i) {
+    if (strides[i] % 8 != 0 || strides[i] >= std::int64_t{1} << 39) {
+      return Status::error(StatusCode::unsupported,
+                           "needs the stride of %s along %s to be a multiple of 8 below 2^39, it is"
+                           " %" PRId64,
+                           name, axes[i], strides[i]);
+    }
+  }
+  return Status();
+}
+
+}  // namespace pantile::ampere
