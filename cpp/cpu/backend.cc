@@ -130,7 +130,6 @@ std::size_t aligned(std::size_t bytes) {
 
 // The backward's workspace: what all threads share, then each thread's scratch memory.
 struct BackwardWorkspace {
-  float* lse2;
   float* delta;
   std::int32_t* turns;
   float* sum_q;  // null when the sums are kept in grad_q
@@ -145,7 +144,6 @@ BackwardWorkspace backward_workspace(const BackwardPlan& plan, const BackwardJob
   const std::int64_t rows = problem.total_q * problem.heads_q;
   Carver carver(base);
   BackwardWorkspace parts{};
-  parts.lse2 = carver.take<float>(rows);
   parts.delta = carver.take<float>(rows);
   parts.turns = carver.take<std::int32_t>(problem.batch * problem.heads_q * job.row_tiles);
   parts.sum_q = problem.dtype == DType::f32 ? nullptr : carver.take<float>(rows * problem.head_dim);
@@ -159,8 +157,6 @@ BackwardWorkspace backward_workspace(const BackwardPlan& plan, const BackwardJob
 // Points a job at the shared parts. Sums of dQ that are not kept in grad_q are
 // [heads_q][rows][dim].
 void place_shared(const ForwardProblem& problem, const BackwardWorkspace& parts, BackwardJob* job) {
-  job->lse2 = job->lse;
-  job->lse2.data = parts.lse2;
   job->delta = job->lse;
   job->delta.data = parts.delta;
   job->turns = parts.turns;

@@ -64,7 +64,6 @@ struct BackwardJob : Job {
   core::TileOrder key_order;  // tiles of kBackwardItemKeys keys; ascending, see `turns`
 
   // In the workspace, shared by all threads.
-  RowValues lse2;   // LSE * log2(e); +inf for rows that attend to nothing
   RowValues delta;  // rowsum(dO * O) - dLSE
   Operand sum_q;    // dQ in f32, not yet scaled; grad_q itself when that is f32
   // A row tile's dQ is summed over key tiles in ascending order: its turn is the key tile that may
@@ -145,7 +144,7 @@ struct BackwardScratch {
   float* grad_keys;      // dK [kBackwardItemKeys][dim]
   float* grad_values;    // dV [kBackwardItemKeys][dim_v]
   float* grad_queries;   // this item's share of a dQ tile [kBackwardRows][dim]
-  float* lse2;           // [kBackwardRows]
+  float* lse;            // [kBackwardRows]; +inf where P is 0
   float* delta;          // [kBackwardRows]
   std::size_t bytes;
 };
@@ -171,7 +170,7 @@ PANTILE_HD BackwardScratch backward_scratch(const BackwardJob& job, void* base) 
   scratch.grad_keys = carver.take<float>(kBackwardItemKeys * dim);
   scratch.grad_values = carver.take<float>(kBackwardItemKeys * dim_v);
   scratch.grad_queries = carver.take<float>(kBackwardRows * dim);
-  scratch.lse2 = carver.take<float>(kBackwardRows);
+  scratch.lse = carver.take<float>(kBackwardRows);
   scratch.delta = carver.take<float>(kBackwardRows);
   scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
   return scratch;

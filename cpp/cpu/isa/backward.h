@@ -1,12 +1,12 @@
 // FlashAttention-2 backward for a tile of keys of one key/value head.
 //
-// Preparation, once for every row: delta = rowsum(dO * O) - dLSE and LSE in base 2.
+// Preparation, once for every row: delta = rowsum(dO * O) - dLSE.
 // 1. K and V of the tile are packed; dK and dV start at 0.
 // 2. For every query head of the group, and every row tile that sees a key of the tile, Q and dO
 // are
 //    packed, each both transposed and as it is. Then for every subtile of keys
 //    a. S^T = K Q^T and dP^T = V dO^T, rows along the vector lanes;
-//    b. P^T = exp2(S^T - LSE), dS^T = P^T * (dP^T - delta), 0 where the mask hides;
+//    b. P^T = exp(S^T - LSE), dS^T = P^T * (dP^T - delta), 0 where the mask hides;
 //    c. dV += P^T dO, dK += dS^T Q, and dS K is added up for the row tile.
 //    The row tile's share of dQ is added to the sum over key tiles when its turn comes.
 // 3. dK and dV are scaled and written.
@@ -78,15 +78,12 @@ inline void prepare(const BackwardJob& job, int item) {
             work.tile] = plan.visit.begin;
   const Rows o = rows_of(job.dtype, job.o, work.batch, work.head, rows, job.dim_v);
   const Rows grad_o = rows_of(job.dtype, job.grad_o, work.batch, work.head, rows, job.dim_v);
-  const float* lse = head_values(job.lse, job.q.side, work.batch, work.head) + begin;
   const float* grad_lse =
       job.grad_lse.data == nullptr
           ? nullptr
           : head_values(job.grad_lse, job.q.side, work.batch, work.head) + begin;
-  float* lse2 = head_values(job.lse2, job.q.side, work.batch, work.head) + begin;
   float* delta = head_values(job.delta, job.q.side, work.batch, work.head) + begin;
   for (int i = 0; i < rows.size(); ++i) {
-    lse2[i] = lse[i] == -__builtin_huge_valf() ? __builtin_huge_valf() : lse[i] * core::kLog2E;
     delta[i] = rows_product(job.dtype, o, grad_o, i) - (grad_lse != nullptr ? grad_lse[i] : 0.0f);
   }
 }
@@ -115,7 +112,7 @@ PANTILE_INLINE void keep(const Floats (&p)[2], const Floats (&ds)[2], int at,
 
 // Step b for `keys`: from S^T and dP^T to P^T and dS^T.
 template <class Math>
-inline void weigh(const core::Mask& mask, const QueryTile& tile, Span keys, bool full, float scale,
+inline void weigh(const core::Mask& mask, const QueryTile& tile, Span keys, bool full,
                   const BackwardScratch& scratch) {
   const Ints lanes = lane_numbers();
   for (int key = 0; key < keys.size(); key += 2) {
@@ -129,14 +126,14 @@ inline void weigh(const core::Mask& mask, const QueryTile& tile, Span keys, bool
     }
     for (int v = 0; v < tile.vectors; ++v) {
       const int row = tile.rows.begin + v * kLanes;
-      const Floats lse2 = load(scratch.lse2 + v * kLanes);
+      const Floats lse = load(scratch.lse + v * kLanes);
       const Floats delta = load(scratch.delta + v * kLanes);
       Floats p[2];
       Floats ds[2];
       for (int i = 0; i < 2; ++i) {
         const int at = (key + i) * kBackwardRows + v * kLanes;
         const Floats s = load(scratch.scores + at);
-        p[i] = exp2((Math::kScalesScores ? s * splat(scale) : s) - lse2);
+        p[i] = exp(s - lse);
         ds[i] = p[i] * (load(scratch.grad_scores + at) - delta);
         if (seen[i].begin > row || seen[i].end < row + kLanes) {
           const Ints visible = (lanes >= seen[i].begin - row) & (lanes < seen[i].end - row);
@@ -162,7 +159,7 @@ struct Subtile {
   bool started;  // the dQ share holds earlier subtiles
 
   // S^T, or dP^T with V, dO^T and dP^T for K, Q^T and S^T.
-  void score(const void* a, const void* b, int dim, float* c) const {
+  void score(const void* a, const void* b, int dim, float scale, float* c) const {
     Product<Math> p{};
     p.lda = padded(dim) / Math::kDepth;
     p.a = static_cast<const Item*>(a) + place * p.lda;
@@ -173,6 +170,7 @@ struct Subtile {
     p.rows = keys.size();
     p.vectors = tile.vectors;
     p.steps = p.b_depth;
+    p.scale = scale;
     multiply<Math, Start::zero, Walk::along_rows>(p);
   }
 
@@ -216,6 +214,7 @@ struct Subtile {
     if (started) {
       multiply<Math, Start::old, Walk::along_columns>(p);
     } else {
+      p.scale = 1.0f;
       multiply<Math, Start::zero, Walk::along_columns>(p);
     }
     if (not_finite != nullptr) {
@@ -241,20 +240,21 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
   using Item = typename Math::Item;
   const Rows q = rows_of(job.dtype, job.q, block.batch, tile.head, tile.rows, job.dim);
   const Rows grad_o = rows_of(job.dtype, job.grad_o, block.batch, tile.head, tile.rows, job.dim_v);
-  const float scale = job.scale * core::kLog2E;
   const int columns = tile.vectors * kLanes;
   constexpr int kDepth = kBackwardRows / Math::kDepth;
-  pack_transposed(Math(), static_cast<Item*>(scratch.queries), tile.vectors, q, scale);
+  pack_transposed(Math(), static_cast<Item*>(scratch.queries), tile.vectors, q, job.scale);
   pack_transposed(Math(), static_cast<Item*>(scratch.grads), tile.vectors, grad_o, 1.0f);
   const Rows* const q_not_finite =
       only_if(pack_summed(Math(), static_cast<Item*>(scratch.queries_summed), kDepth, q), q);
   const Rows* const grad_o_not_finite = only_if(
       pack_summed(Math(), static_cast<Item*>(scratch.grads_summed), kDepth, grad_o), grad_o);
-  const float* lse2 = head_values(job.lse2, job.q.side, block.batch, tile.head) + tile.rows.begin;
+  const float* lse = head_values(job.lse, job.q.side, block.batch, tile.head) + tile.rows.begin;
   const float* delta = head_values(job.delta, job.q.side, block.batch, tile.head) + tile.rows.begin;
   for (int i = 0; i < columns; ++i) {
+    // P = exp(S - inf) = 0 for rows that do not exist and for rows of -inf.
     const bool exists = i < tile.rows.size();
-    scratch.lse2[i] = exists ? lse2[i] : __builtin_huge_valf();
+    const bool empty = !exists || lse[i] == -__builtin_huge_valf();
+    scratch.lse[i] = empty ? __builtin_huge_valf() : lse[i];
     scratch.delta[i] = exists ? delta[i] : 0.0f;
   }
   const bool pairs = Math::kDepth == 2;
@@ -268,9 +268,9 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
     }
     const bool full = tile.index >= plan.full.begin && tile.index < plan.full.end;
     const Subtile<Math> subtile{job, block, tile, scratch, place, keys, started};
-    subtile.score(scratch.keys, scratch.queries, job.dim, scratch.scores);
-    subtile.score(scratch.values, scratch.grads, job.dim_v, scratch.grad_scores);
-    weigh<Math>(block.mask, tile, keys, full, scale, scratch);
+    subtile.score(scratch.keys, scratch.queries, job.dim, job.scale, scratch.scores);
+    subtile.score(scratch.values, scratch.grads, job.dim_v, 1.0f, scratch.grad_scores);
+    weigh<Math>(block.mask, tile, keys, full, scratch);
     subtile.add_to_keys(pairs ? scratch.pairs_p : scratch.scores, scratch.grads_summed, job.dim_v,
                         scratch.grad_values, grad_o_not_finite);
     subtile.add_to_keys(pairs ? scratch.pairs_ds : scratch.grad_scores, scratch.queries_summed,

@@ -6,7 +6,7 @@
 //    a. S^T = K Q^T, rows of the sequence along the vector lanes: maxima and sums over keys need no
 //       horizontal operation;
 //    b. the mask, in tiles that core/geometry does not call full;
-//    c. online softmax in base 2, P^T in place of S^T;
+//    c. online softmax, P^T in place of S^T;
 //    d. O = O * factor + P V.
 // 3. O is normalised and written with LSE.
 //
@@ -85,18 +85,15 @@ PANTILE_INLINE void keep(const Floats (&p)[kWays], float*, std::uint32_t* pairs)
 // The online softmax of kLanes rows: reads one column of vectors of S^T, writes P^T, moves the
 // rows' state on and returns what their outputs shrink by. `keys` is a multiple of kWays.
 template <class Math>
-inline Floats soften(float* scores, typename Math::Item* items, int keys, float scale,
-                     float* row_max, float* row_sum) {
-  const auto scaled = [scale](const float* s) {
-    return Math::kScalesScores ? load(s) * splat(scale) : load(s);
-  };
+inline Floats soften(float* scores, typename Math::Item* items, int keys, float* row_max,
+                     float* row_sum) {
   Floats top[kWays];
   PANTILE_UNROLL for (int way = 0; way < kWays; ++way) {
     top[way] = splat(kHidden);
   }
   for (int k = 0; k < keys; k += kWays) {
     PANTILE_UNROLL for (int way = 0; way < kWays; ++way) {
-      top[way] = max_or_second(scaled(scores + (k + way) * kForwardRows), top[way]);
+      top[way] = max_or_second(load(scores + (k + way) * kForwardRows), top[way]);
     }
   }
   const Floats old_max = load(row_max);
@@ -108,12 +105,12 @@ inline Floats soften(float* scores, typename Math::Item* items, int keys, float 
     float* s = scores + k * kForwardRows;
     Floats p[kWays];
     PANTILE_UNROLL for (int way = 0; way < kWays; ++way) {
-      p[way] = exp2(scaled(s + way * kForwardRows) - shift);
+      p[way] = exp(load(s + way * kForwardRows) - shift);
       sum[way] += p[way];
     }
     keep(p, s, items + k / Math::kDepth * kForwardRows);
   }
-  const Floats shrink = exp2(old_max - shift);
+  const Floats shrink = exp(old_max - shift);
   store(row_max, max);
   store(row_sum, load(row_sum) * shrink + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
   return shrink;
@@ -142,6 +139,7 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
   scores.rows = keys.size();
   scores.vectors = tile.vectors;
   scores.steps = scores.b_depth;
+  scores.scale = job.scale;
   multiply<Math, Start::zero, Walk::along_rows>(scores);
 
   if (!full) {
@@ -152,8 +150,8 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
     const int lane = v * kLanes;
     const Floats factor =
         soften<Math>(scratch.scores + lane, static_cast<Item*>(scratch.probabilities) + lane,
-                     core::round_up(keys.size(), kWays), job.scale * core::kLog2E,
-                     scratch.row_max + tile.place + lane, scratch.row_sum + tile.place + lane);
+                     core::round_up(keys.size(), kWays), scratch.row_max + tile.place + lane,
+                     scratch.row_sum + tile.place + lane);
     store(scratch.row_factor + lane, factor);
   }
 
@@ -201,8 +199,8 @@ inline void write_block(const ForwardJob& job, const ForwardBlock& block,
   if (job.lse.data != nullptr) {
     float* lse = head_values(job.lse, job.q.side, block.batch, block.head) + block.rows.begin;
     for (int i = 0; i < block.rows.size(); ++i) {
-      const core::SoftmaxState state{scratch.row_max[i], scratch.row_sum[i]};
-      lse[i] = core::log_sum_exp(state, [](float x) { return __builtin_log2f(x); });
+      const float sum = scratch.row_sum[i];
+      lse[i] = sum == 0.0f ? kHidden : scratch.row_max[i] + __builtin_logf(sum);
     }
   }
 }
@@ -230,7 +228,7 @@ inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
     const RowTile tile = row_tile(block, t * kForwardRows);
     pack_transposed(Math(), static_cast<Item*>(scratch.queries) + tile.place * lda, tile.vectors,
                     rows_of(job.dtype, job.q, block.batch, block.head, tile.rows, job.dim),
-                    job.scale * core::kLog2E);
+                    job.scale);
   }
   const Span seen = keys_seen(block.mask, block.rows);
   if (seen.empty()) {

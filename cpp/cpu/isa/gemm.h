@@ -14,8 +14,8 @@ namespace {
 struct FloatMath {
   using Item = float;
   using Vector = Floats;
-  static constexpr int kDepth = 1;              // elements along the summed axis in one item
-  static constexpr bool kScalesScores = false;  // Q is scaled when it is packed
+  static constexpr int kDepth = 1;            // elements along the summed axis in one item
+  static constexpr bool kScalesSums = false;  // Q is scaled when it is packed
   static PANTILE_INLINE Vector broadcast(Item item) { return splat(item); }
   static PANTILE_INLINE Vector load_items(const Item* from) { return load(from); }
   static PANTILE_INLINE Floats multiply_add(Vector a, Vector b, Floats c) { return a * b + c; }
@@ -27,7 +27,7 @@ struct PairMath {
   using Item = std::uint32_t;
   using Vector = Words;
   static constexpr int kDepth = 2;
-  static constexpr bool kScalesScores = true;  // Q is bf16 as it came
+  static constexpr bool kScalesSums = true;  // Q is bf16 as it came
   static PANTILE_INLINE Vector broadcast(Item item) { return item - Words{}; }
   static PANTILE_INLINE Vector load_items(const Item* from) { return load(from); }
   static PANTILE_INLINE Floats multiply_add(Vector a, Vector b, Floats c) {
@@ -58,6 +58,7 @@ struct Product {
   int vectors;          // columns of B and C / kLanes
   int steps;            // items along the summed axis
   const float* factor;  // one a row of C; only for Start::old_scaled
+  float scale;          // of the sums; only where Math::kScalesSums and Start::zero
 };
 
 // Rows of the register block for a width in vectors: all sums, the vectors of B and a broadcast fit
@@ -125,6 +126,9 @@ PANTILE_INLINE void multiply_block(const Product<Math>& p, int row, int column) 
   }
   PANTILE_UNROLL for (int i = 0; i < kRows; ++i) {
     PANTILE_UNROLL for (int j = 0; j < kVectors; ++j) {
+      if (Math::kScalesSums && kStart == Start::zero) {
+        sum[i][j] *= splat(p.scale);
+      }
       store(c + i * p.ldc + j * kLanes, sum[i][j]);
     }
   }
