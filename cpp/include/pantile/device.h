@@ -21,11 +21,11 @@ enum class CpuIsa : std::uint8_t { baseline = 0, avx2 = 1, avx512 = 2, avx512_bf
 
 struct DeviceProps {
   Device device;
-  int compute_major = 0;      // CUDA compute capability
-  int compute_minor = 0;      //
-  int multiprocessors = 0;    // SMs
-  int smem_optin_bytes = 0;   // shared memory one block may ask for
-  std::int64_t l2_bytes = 0;  //
+  int compute_major = 0;          // CUDA compute capability
+  int compute_minor = 0;          //
+  int multiprocessors = 0;        // SMs
+  int smem_optin_bytes = 0;       // shared memory one block may ask for
+  std::int64_t l2_bytes = 0;      //
   CpuIsa isa = CpuIsa::baseline;  // CPU only: the highest set the kernels will use
   int threads = 1;                // CPU only: threads a call may use
   char name[96] = {0};

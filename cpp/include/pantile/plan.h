@@ -1,5 +1,5 @@
-// What was decided: which kernel, tiles, grid and workspace. A plan is a plain value; it stays valid
-// for every call with the same problem on the same kind of device.
+// What was decided: which kernel, tiles, grid and workspace. A plan is a plain value; it stays
+// valid for every call with the same problem on the same kind of device.
 #pragma once
 
 #include <cstddef>

@@ -24,23 +24,23 @@ struct Layout {
 };
 
 struct ForwardProblem {
-  DType dtype = DType::bf16;     // of Q, K, V and O
-  std::int64_t batch = 0;        // sequences
-  std::int64_t heads_q = 0;      // query heads, a multiple of heads_k
-  std::int64_t heads_k = 0;      // key/value heads
-  std::int64_t seqlen_q = 0;     // rows per sequence; for packed Q the longest sequence's
-  std::int64_t seqlen_k = 0;     // keys per sequence; for packed K, V the longest sequence's
-  std::int64_t head_dim = 0;     // of Q and K, 1..kMaxHeadDim
-  std::int64_t head_dim_v = 0;   // of V and O, 1..kMaxHeadDim
+  DType dtype = DType::bf16;    // of Q, K, V and O
+  std::int64_t batch = 0;       // sequences
+  std::int64_t heads_q = 0;     // query heads, a multiple of heads_k
+  std::int64_t heads_k = 0;     // key/value heads
+  std::int64_t seqlen_q = 0;    // rows per sequence; for packed Q the longest sequence's
+  std::int64_t seqlen_k = 0;    // keys per sequence; for packed K, V the longest sequence's
+  std::int64_t head_dim = 0;    // of Q and K, 1..kMaxHeadDim
+  std::int64_t head_dim_v = 0;  // of V and O, 1..kMaxHeadDim
 
   // Packed sequences (varlen). Tensors are [total, heads, dim] and cu_seqlens[b]..cu_seqlens[b+1]
   // are the rows of sequence b. Q and K may be packed independently.
   bool packed_q = false;
   bool packed_k = false;
-  std::int64_t total_q = 0;      // rows of packed Q; batch * seqlen_q otherwise
-  std::int64_t total_k = 0;      // rows of packed K; batch * seqlen_k otherwise
-  bool has_seqused_q = false;    // only the first seqused_q[b] rows of sequence b exist
-  bool has_seqused_k = false;    // only the first seqused_k[b] keys of sequence b exist
+  std::int64_t total_q = 0;    // rows of packed Q; batch * seqlen_q otherwise
+  std::int64_t total_k = 0;    // rows of packed K; batch * seqlen_k otherwise
+  bool has_seqused_q = false;  // only the first seqused_q[b] rows of sequence b exist
+  bool has_seqused_k = false;  // only the first seqused_k[b] keys of sequence b exist
 
   // Row i of a sequence with Sq rows and Sk keys sees key j when
   //   i + (Sk - Sq) - window_left <= j <= i + (Sk - Sq) + window_right;   kUnbounded lifts a side.
@@ -48,18 +48,18 @@ struct ForwardProblem {
   std::int64_t window_left = kUnbounded;
   std::int64_t window_right = kUnbounded;
 
-  float scale = 0.0f;            // multiplies Q K^T; must be finite
-  bool wants_lse = true;         // LSE fp32: [batch, heads_q, seqlen_q], packed: [heads_q, total_q]
+  float scale = 0.0f;     // multiplies Q K^T; must be finite
+  bool wants_lse = true;  // LSE fp32: [batch, heads_q, seqlen_q], packed: [heads_q, total_q]
 
   Layout q, k, v, o;
 };
 
 struct ForwardTensors {
-  const void* q = nullptr;       // [batch, seqlen_q, heads_q, head_dim]
-  const void* k = nullptr;       // [batch, seqlen_k, heads_k, head_dim]
-  const void* v = nullptr;       // [batch, seqlen_k, heads_k, head_dim_v]
-  void* o = nullptr;             // [batch, seqlen_q, heads_q, head_dim_v]
-  float* lse = nullptr;          // contiguous; may be null when wants_lse is false
+  const void* q = nullptr;                     // [batch, seqlen_q, heads_q, head_dim]
+  const void* k = nullptr;                     // [batch, seqlen_k, heads_k, head_dim]
+  const void* v = nullptr;                     // [batch, seqlen_k, heads_k, head_dim_v]
+  void* o = nullptr;                           // [batch, seqlen_q, heads_q, head_dim_v]
+  float* lse = nullptr;                        // contiguous; may be null when wants_lse is false
   const std::int32_t* cu_seqlens_q = nullptr;  // [batch + 1], packed Q only
   const std::int32_t* cu_seqlens_k = nullptr;  // [batch + 1], packed K only
   const std::int32_t* seqused_q = nullptr;     // [batch]
@@ -69,19 +69,19 @@ struct ForwardTensors {
 // Gradients of the forward problem. dLSE is folded into the row term:
 //   dS = P * (dO V^T - rowsum(dO * O) + dLSE)
 struct BackwardProblem {
-  ForwardProblem forward;        // wants_lse must be true: the backward recomputes P from it
-  bool deterministic = false;    // equal inputs give bit-equal gradients
+  ForwardProblem forward;      // wants_lse must be true: the backward recomputes P from it
+  bool deterministic = false;  // equal inputs give bit-equal gradients
   bool has_grad_lse = false;
   Layout grad_o, grad_q, grad_k, grad_v;
 };
 
 struct BackwardTensors {
-  ForwardTensors forward;        // q, k, v, o and lse as the forward left them
-  const void* grad_o = nullptr;  // like o
+  ForwardTensors forward;           // q, k, v, o and lse as the forward left them
+  const void* grad_o = nullptr;     // like o
   const float* grad_lse = nullptr;  // like lse; null unless has_grad_lse
-  void* grad_q = nullptr;        // like q
-  void* grad_k = nullptr;        // like k
-  void* grad_v = nullptr;        // like v
+  void* grad_q = nullptr;           // like q
+  void* grad_k = nullptr;           // like k
+  void* grad_v = nullptr;           // like v
 };
 
 }  // namespace pantile

@@ -15,14 +15,14 @@ enum class Pass : std::uint8_t { forward = 0, backward };
 enum class MaskKind : std::uint8_t { full = 0, causal, window, any };
 
 struct KernelInfo {
-  const char* name;   // for example "hopper_forward_bf16_d128_causal"
+  const char* name;  // for example "hopper_forward_bf16_d128_causal"
   Backend backend;
   Pass pass;
   DType dtype;
-  int head_dim;       // largest head_dim of Q and K the row serves
-  int head_dim_v;     // largest head_dim of V and O the row serves
+  int head_dim;    // largest head_dim of Q and K the row serves
+  int head_dim_v;  // largest head_dim of V and O the row serves
   MaskKind mask;
-  bool compiled;      // false: known to the table, left out of this build (no CUDA)
+  bool compiled;  // false: known to the table, left out of this build (no CUDA)
 };
 
 PANTILE_API int kernel_count();
