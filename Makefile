@@ -54,6 +54,7 @@ report:  ## registers, spills, advisories and hot-loop schedules against tools/k
 .PHONY: lint
 lint: $(VENV)/ready  ## ruff, clang-format, layers and sizes, generated tables
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 	$(PY) tools/check_layers.py
 	$(PY) tools/support_matrix.py --check

@@ -64,12 +64,11 @@ function(pantile_cuda_family family archs)
 endfunction()
 
 pantile_read_kernels()
-foreach(_source IN ITEMS hopper/plan_forward.cc hopper/plan_backward.cc ampere/plan_forward.cc
-    ampere/plan_backward.cc)
-  if(EXISTS ${PROJECT_SOURCE_DIR}/cuda/${_source})
-    target_sources(pantile PRIVATE cuda/${_source})
-  endif()
-endforeach()
+target_sources(pantile PRIVATE
+  cuda/hopper/plan_forward.cc cuda/hopper/plan_backward.cc cuda/ampere/plan_forward.cc)
+if(EXISTS ${PROJECT_SOURCE_DIR}/cuda/ampere/plan_backward.cc)
+  target_sources(pantile PRIVATE cuda/ampere/plan_backward.cc)
+endif()
 
 if(PANTILE_HAS_CUDA)
   cmake_host_system_information(RESULT _cores QUERY NUMBER_OF_LOGICAL_CORES)
