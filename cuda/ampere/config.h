@@ -81,4 +81,48 @@ constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, MaskKind mask,
   }
 }
 
+// The backward: a block owns tile_k keys and their dK and dV, and walks over the rows that see
+// them.
+struct BackwardTile {
+  int tile_q;        // query rows of a step
+  int tile_k;        // keys of a block
+  int key_warps;     // warps along the keys; each owns tile_k / key_warps of them
+  int column_warps;  // warps that share these keys: each owns 1 / column_warps of the columns of dK
+                     // and dV. More than one: P and dS go through shared memory to all of them
+  int passes;  // S and dP are computed for tile_q / passes rows at a time; 1 if column_warps > 1
+  int grad_q_warps;  // warps along the rows of dQ; the others divide its columns
+  int stages;        // of Q and dO
+  int blocks_per_sm;
+
+  constexpr int warps() const { return key_warps * column_warps; }
+  constexpr int threads() const { return warps() * 32; }
+};
+
+// Per row: minus LSE, minus delta, and the scale of integer sums (backward_rows.cuh).
+inline constexpr int kRowTerms = 3;
+
+constexpr int backward_shared_bytes(const BackwardTile& tile, int head_dim, int head_dim_v) {
+  const int weights = tile.column_warps > 1 ? 2 : 1;  // dS, and P if it is shared
+  return 2 * (tile.tile_k + tile.stages * tile.tile_q) * (head_dim + head_dim_v) +
+         2 * weights * tile.tile_k * tile.tile_q + 4 * tile.stages * kRowTerms * tile.tile_q;
+}
+
+constexpr BackwardTile backward_tile(int head_dim, SharedClass shared) {
+  const bool large = shared == SharedClass::large;
+  const bool small = shared == SharedClass::small;
+  switch (head_dim) {
+    case 32: return {64, 128, 4, 1, 2, 2, small ? 1 : 2, 2};
+    case 64:
+      return small ? BackwardTile{64, 64, 4, 1, 1, 2, 1, 2}
+                   : BackwardTile{64, 128, 4, 1, 2, 2, large ? 2 : 1, 2};
+    case 96:
+    case 128:
+      return small ? BackwardTile{64, 64, 2, 2, 1, 2, 1, 1}
+                   : BackwardTile{64, 128, 4, 2, 1, 2, 2, 1};
+    default:
+      return small ? BackwardTile{32, 32, 2, 2, 1, 1, 1, 1}
+                   : BackwardTile{64, 64, 2, 4, 1, 2, large ? 2 : 1, 1};
+  }
+}
+
 }  // namespace pantile::ampere

@@ -6,6 +6,7 @@
 
 #include "ampere/forward_params.cuh"
 #include "ampere/softmax.cuh"
+#include "ampere/spread.cuh"
 #include "ampere/storage.cuh"
 #include "pantile/registry.h"
 #include "prim/cp_async.cuh"
@@ -17,18 +18,6 @@
 #include "tile/swizzled_rows_sm80.cuh"
 
 namespace pantile::ampere {
-
-// Calls run(unit) for those of `kUnits` equal parts of a piece of work that belong to slot `slot`
-// of `kSlots`: how exponentials and maxima are spread between products.
-template <int kUnits, int kSlots, class Run>
-PANTILE_DEVICE void spread(int slot, Run run) {
-#pragma unroll
-  for (int unit = 0; unit < kUnits; ++unit) {
-    if (unit * kSlots / kUnits == slot) {
-      run(unit);
-    }
-  }
-}
 
 template <class Config, DType kDType, MaskKind kMask>
 class ForwardBlock {

@@ -40,6 +40,23 @@ constexpr core::TileOrder forward_order(const ForwardProblem& p, const DevicePro
                          section, core::TileDirection::descending);
 }
 
+// Tiles of `tile_k` keys of all key heads and sequences. Under a causal mask the first keys are
+// seen by the most rows.
+constexpr core::TileOrder backward_order(const ForwardProblem& p, const DeviceProps& device,
+                                         int tile_k) {
+  const int heads = static_cast<int>(p.heads_k);
+  const int batch = static_cast<int>(p.batch);
+  const std::int64_t group = p.heads_k > 0 ? p.heads_q / p.heads_k : 1;
+  const std::int64_t bytes_per_key_head =
+      p.seqlen_q * group * (4 * p.head_dim + 2 * (p.head_dim + p.head_dim_v));
+  const int section = mask_kind(p) == MaskKind::full
+                          ? 1
+                          : core::heads_per_section(bytes_per_key_head, 1, heads * batch,
+                                                    running_heads_bytes(device));
+  return core::TileOrder(core::ceil_div(static_cast<int>(p.seqlen_k), tile_k), heads, batch,
+                         section, core::TileDirection::ascending);
+}
+
 // Scores times this are base-2 logits. The kernel wants a positive factor: a negative scale changes
 // the sign of Q instead, and a scale of 0 becomes one that no finite score survives, so that masked
 // scores stay -inf (and not -inf * 0).

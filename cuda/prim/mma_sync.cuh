@@ -49,6 +49,13 @@ PANTILE_DEVICE void mma_set(float (&d)[4], const std::uint32_t (&a)[4], std::uin
   detail::mma_16x8x16<kDType>(d, a, b0, b1, 0.0f, 0.0f, 0.0f, 0.0f);
 }
 
+// d = a b + (c0, c1) in every row: a product that starts from one value a column
+template <DType kDType>
+PANTILE_DEVICE void mma_set(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                            std::uint32_t b1, float c0, float c1) {
+  detail::mma_16x8x16<kDType>(d, a, b0, b1, c0, c1, c0, c1);
+}
+
 // Two elements equal to 1.
 template <DType kDType>
 PANTILE_DEVICE constexpr std::uint32_t packed_ones() {

@@ -1,0 +1,546 @@
+// What one thread block of the backward does, step by step: fetching, the five products, dQ and the
+// store. backward.cuh puts the steps in order.
+//
+// All scores are transposed, one row a key: then P^T and dS^T, as they come out of the tensor
+// cores, are the A operands of dV += P^T dO and dK += dS^T Q.
+#pragma once
+
+#include <cstdint>
+
+#include "ampere/backward_params.cuh"
+#include "ampere/spread.cuh"
+#include "ampere/storage.cuh"
+#include "core/geometry.h"
+#include "pantile/registry.h"
+#include "prim/convert.cuh"
+#include "prim/cp_async.cuh"
+#include "prim/math.cuh"
+#include "prim/matrix.cuh"
+#include "prim/mma_sync.cuh"
+#include "prim/special_registers.cuh"
+#include "tile/quad_sums_sm80.cuh"
+#include "tile/row_copy_sm80.cuh"
+#include "tile/swizzled_rows_sm80.cuh"
+
+namespace pantile::ampere {
+
+// The rows of one step: tile `tile` of the attended rows of a query head.
+struct RowStep {
+  int head, tile;
+};
+
+template <class Config, DType kDType, MaskKind kMask>
+class BackwardBlock {
+  using Storage = BackwardStorage<Config>;
+  using Stage = typename Storage::Stage;
+  using KRows = tile::SwizzledRows<Config::kHeadDim>;   // Q too
+  using VRows = tile::SwizzledRows<Config::kHeadDimV>;  // dO too
+  using WeightRows = tile::SwizzledRows<Config::kTileQ>;
+  static constexpr int kTileQ = Config::kTileQ;
+  static constexpr int kTileK = Config::kTileK;
+  static constexpr int kKeyTiles = Config::kWarpKeys / 16;  // m16 tiles of a warp
+  static constexpr int kRowTiles = Config::kWarpRows / 8;   // n8 tiles of a warp's scores
+  static constexpr int kRowGroups = kRowTiles / 2;
+  static constexpr bool kLeftBound = kMask == MaskKind::window || kMask == MaskKind::any;
+
+  struct KeyBlock {
+    int key_head, tile;
+    SequenceRows queries, keys;
+    common::Attended part;
+  };
+
+  // Where a thread stands in its block.
+  struct Place {
+    int warp, lane, key_warp, column_warp;
+    PANTILE_DEVICE Place() {
+      const int thread = prim::fresh_thread_index();
+      warp = thread / 32;
+      lane = thread % 32;
+      key_warp = warp / Config::kColumnWarps;
+      column_warp = warp % Config::kColumnWarps;
+    }
+  };
+
+ public:
+  using Scores = float[kKeyTiles][kRowTiles][4];
+  using Weights = std::uint32_t[kRowGroups][kKeyTiles][4];  // A operands, 16 rows each
+
+  PANTILE_DEVICE BackwardBlock(const BackwardParams& params, Storage& storage)
+      : params_(params), storage_(storage) {
+    const KeyBlock block = locate(params, static_cast<int>(blockIdx.x));
+    const common::Attended part = block.part;
+    key0_ = block.tile * kTileK;
+    mask_ = part.mask;
+    rows_ = core::TilePlan{{0, 0}, {0, 0}};
+    if (key0_ < mask_.keys) {
+      rows_ = core::plan_key_tile(
+          mask_, core::Span{key0_, core::min_of(key0_ + kTileK, mask_.keys)}, kTileQ);
+    }
+    head0_ = block.key_head * params.group;
+    queries_ = block.queries;
+    queries_.first += part.first_row;
+    row_number0_ = params.row_tiles.first(block.queries.batch);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+      clear(grad_k_[m]);
+      clear(grad_v_[m]);
+    }
+  }
+
+  // How many steps there are.
+  PANTILE_DEVICE int steps() const { return rows_.visit.size() * params_.group; }
+
+  PANTILE_DEVICE RowStep first_step() const { return RowStep{head0_, rows_.visit.begin}; }
+
+  PANTILE_DEVICE RowStep next(RowStep step) const {
+    const bool wraps = step.tile + 1 == rows_.visit.end;
+    return RowStep{step.head + (wraps ? 1 : 0), wraps ? rows_.visit.begin : step.tile + 1};
+  }
+
+  // Which share of the columns this warp owns.
+  PANTILE_DEVICE static int column_warp() { return Place().column_warp; }
+
+  // ---- fetching
+
+  PANTILE_DEVICE void clear_missing_columns() {
+    if (params_.head_dim < Config::kHeadDim || params_.head_dim_v < Config::kHeadDimV) {
+      typename Config::KCopy(params_.head_dim).clear_missing_columns(storage_.k);
+      typename Config::VCopy(params_.head_dim_v).clear_missing_columns(storage_.v);
+      for (Stage& stage : storage_.stages) {
+        q_copy().clear_missing_columns(stage.q);
+        grad_copy().clear_missing_columns(stage.grad_o);
+      }
+    }
+  }
+
+  PANTILE_DEVICE void fetch_keys() {
+    const KeyBlock block = locate(params_, static_cast<int>(blockIdx.x));
+    const typename Config::KCopy k_copy(params_.head_dim);
+    const typename Config::VCopy v_copy(params_.head_dim_v);
+    const tile::HeadRows k = key_rows(params_.k, block);
+    const tile::HeadRows v = key_rows(params_.v, block);
+    const int existing = mask_.keys - key0_;
+    k_copy.copy_ragged(prim::shared_address(storage_.k), k_copy.source(k, key0_),
+                       k.stride * Config::KCopy::kPassRows * 2, existing);
+    v_copy.copy_ragged(prim::shared_address(storage_.v), v_copy.source(v, key0_),
+                       v.stride * Config::VCopy::kPassRows * 2, existing);
+  }
+
+  // Q, dO and the row terms of one step.
+  PANTILE_DEVICE void fetch_rows(RowStep step, int stage_index) {
+    Stage& stage = storage_.stages[stage_index];
+    const int first = step.tile * kTileQ;
+    const int existing = mask_.rows - first;
+    const tile::HeadRows q = head_rows(params_.q, queries_, step.head);
+    const tile::HeadRows grad_o = head_rows(params_.grad_o, queries_, step.head);
+    q_copy().copy_ragged(prim::shared_address(stage.q), q_copy().source(q, first),
+                         q.stride * Config::QCopy::kPassRows * 2, existing);
+    grad_copy().copy_ragged(prim::shared_address(stage.grad_o), grad_copy().source(grad_o, first),
+                            grad_o.stride * Config::GradCopy::kPassRows * 2, existing);
+    constexpr int kFloats = kRowTerms * kTileQ;
+    const int at = prim::fresh_thread_index() * 4;
+    if (at < kFloats) {
+      prim::copy_async_16(prim::shared_address(&stage.row_terms[0][0]) + at * 4,
+                          params_.row_terms + row_index(step) * kFloats + at);
+    }
+  }
+
+  // ---- scores
+
+  // P^T and dS^T of the keys and of rows `first_row` on that this warp computes, as A operands.
+  PANTILE_DEVICE void weights(Weights& p, Weights& grad_s, RowStep step, int stage_index,
+                              int first_row) {
+    const Stage& stage = storage_.stages[stage_index];
+    Scores s;
+    multiply<KRows>(s, storage_.k, stage.q, first_row, nullptr, [](int) {});
+    Scores dp;
+    constexpr int kSlots = VRows::kChunks / 2 * kRowGroups;
+    multiply<VRows>(dp, storage_.v, stage.grad_o, first_row, stage.row_terms[1] + first_row,
+                    [&](int slot) {
+                      spread<kRowTiles, kSlots>(
+                          slot, [&](int j) { exponentials(s, j, stage.row_terms[0] + first_row); });
+                    });
+    if (key0_ + kTileK > mask_.keys || step.tile < rows_.full.begin ||
+        step.tile >= rows_.full.end) {
+      hide(s, dp, step.tile * kTileQ + first_row);
+    }
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m) {
+        const float (&x)[4] = s[m][j];
+        const float (&y)[4] = dp[m][j];
+        const int i = j % 2 * 2;
+        p[j / 2][m][i] = prim::pack<kDType>(x[0], x[1]);
+        p[j / 2][m][i + 1] = prim::pack<kDType>(x[2], x[3]);
+        grad_s[j / 2][m][i] = prim::pack<kDType>(x[0] * y[0], x[1] * y[1]);
+        grad_s[j / 2][m][i + 1] = prim::pack<kDType>(x[2] * y[2], x[3] * y[3]);
+      }
+    }
+  }
+
+  // Writes this warp's part of dS^T (0) or P^T (1) to shared memory.
+  PANTILE_DEVICE void share_weights(const Weights& x, int which, int first_row) {
+    const Place place;
+    char* const tile = reinterpret_cast<char*>(storage_.weights[which]);
+#pragma unroll
+    for (int group = 0; group < kRowGroups; ++group) {
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // rows of keys i % 2 * 8 on, columns i / 2 * 8 on
+          const int key = place.key_warp * Config::kWarpKeys + m * 16 + i % 2 * 8 + place.lane / 4;
+          const int chunk = first_row / 8 + group * 2 + i / 2;
+          *reinterpret_cast<std::uint32_t*>(tile + WeightRows::offset(key, chunk) +
+                                            place.lane % 4 * 4) = x[group][m][i];
+        }
+      }
+    }
+  }
+
+  // ---- dV += P^T dO, dK += dS^T Q
+
+  PANTILE_DEVICE void add_values(const Weights& p, int stage, int first_row) {
+    const std::uint32_t lane =
+        columns_lane<VRows, Config::kColumnsV>(storage_.stages[stage].grad_o);
+#pragma unroll
+    for (int group = 0; group < kRowGroups; ++group) {
+      accumulate<VRows>(grad_v_, p[group], lane, first_row / 16 + group);
+    }
+  }
+
+  PANTILE_DEVICE void add_keys(const Weights& grad_s, int stage, int first_row) {
+    const std::uint32_t lane = columns_lane<KRows, Config::kColumnsK>(storage_.stages[stage].q);
+#pragma unroll
+    for (int group = 0; group < kRowGroups; ++group) {
+      accumulate<KRows>(grad_k_, grad_s[group], lane, first_row / 16 + group);
+    }
+  }
+
+  // The same for all rows of the step, from the weights that the warps of these keys have shared.
+  PANTILE_DEVICE void add_shared_values(int stage) {
+    add_shared<VRows, Config::kColumnsV>(grad_v_, storage_.weights[Config::kSharesWeights ? 1 : 0],
+                                         storage_.stages[stage].grad_o);
+  }
+
+  PANTILE_DEVICE void add_shared_keys(int stage) {
+    add_shared<KRows, Config::kColumnsK>(grad_k_, storage_.weights[0], storage_.stages[stage].q);
+  }
+
+  // ---- dQ += dS K, straight into the sums in global memory
+
+  PANTILE_DEVICE void add_queries(RowStep step, int stage) {
+    constexpr int kMTiles = Config::kGradRows / 16;
+    constexpr int kNTiles = Config::kGradColumns / 8;
+    float grad_q[kMTiles][kNTiles][4];
+    clear(grad_q);
+    const Place place;
+    const int row_warp = place.warp % Config::kGradRowWarps;
+    const int column_warp = place.warp / Config::kGradRowWarps;
+    const std::uint32_t grad_s = prim::shared_address(storage_.weights[0]) +
+                                 WeightRows::lane_offset_columns_first(place.lane);
+    const std::uint32_t k =
+        prim::shared_address(storage_.k) + KRows::lane_offset_rows_first(place.lane);
+#pragma unroll
+    for (int group = 0; group < kTileK / 16; ++group) {
+      std::uint32_t a[kMTiles][4];
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+        prim::load_matrix_x4_transposed(a[m],
+                                        WeightRows::step(grad_s, group, row_warp * kMTiles + m));
+      }
+#pragma unroll
+      for (int n = 0; n < kNTiles / 2; ++n) {
+        std::uint32_t b[4];
+        prim::load_matrix_x4_transposed(b, KRows::step(k, group, column_warp * (kNTiles / 2) + n));
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) {
+          prim::mma_add<kDType>(grad_q[m][2 * n], a[m], b[0], b[1]);
+          prim::mma_add<kDType>(grad_q[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+    float* const sums = params_.dq_sum + row_index(step) * (kTileQ * Config::kHeadDim) +
+                        place.warp * (kMTiles * kNTiles * tile::kQuadTileWords);
+    const float* const scales =
+        storage_.stages[stage].row_terms[2] + row_warp * Config::kGradRows + place.lane / 4;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+        float* const to = sums + (m * kNTiles + n) * tile::kQuadTileWords;
+        if (params_.integer_sums) {
+          tile::add_quad_integers(to, place.lane, grad_q[m][n], scales[m * 16], scales[m * 16 + 8]);
+        } else {
+          tile::add_quad(to, place.lane, grad_q[m][n]);
+        }
+      }
+    }
+  }
+
+  // ---- output
+
+  // dK and dV by way of the buffers of K and V, which no warp reads any more. Keys of this block's
+  // slice of the sequence that nobody attends to get zeros.
+  PANTILE_DEVICE void store() {
+    const KeyBlock block = locate(params_, prim::fresh_block_index());
+    stage_columns<KRows, Config::kColumnsK>(grad_k_, storage_.k, params_.scale);
+    stage_columns<VRows, Config::kColumnsV>(grad_v_, storage_.v, 1.0f);
+    __syncthreads();
+    const common::Attended& part = block.part;
+    store_rows<KRows>(key_rows(params_.grad_k, block), storage_.k, params_.head_dim, block);
+    store_rows<VRows>(key_rows(params_.grad_v, block), storage_.v, params_.head_dim_v, block);
+    clear_rows(head_rows(params_.grad_k, block.keys, block.key_head), params_.head_dim, block,
+               part);
+    clear_rows(head_rows(params_.grad_v, block.keys, block.key_head), params_.head_dim_v, block,
+               part);
+  }
+
+ private:
+  PANTILE_DEVICE static KeyBlock locate(const BackwardParams& params, int index) {
+    const core::WorkTile work = params.order.tile(index);
+    KeyBlock block;
+    block.key_head = work.head;
+    block.tile = work.tile;
+    block.queries = sequence_rows(params.queries, work.batch);
+    block.keys = sequence_rows(params.keys, work.batch);
+    block.part = common::attended_part(core::Mask{block.queries.length, block.keys.length,
+                                                  kLeftBound ? params.window_left : core::kNoBound,
+                                                  kLeftBound                ? params.window_right
+                                                  : kMask == MaskKind::full ? core::kNoBound
+                                                                            : 0});
+    return block;
+  }
+
+  // Rows of the attended keys.
+  PANTILE_DEVICE static tile::HeadRows key_rows(const Operand& x, const KeyBlock& block) {
+    SequenceRows keys = block.keys;
+    keys.first += block.part.first_key;
+    return head_rows(x, keys, block.key_head);
+  }
+
+  PANTILE_DEVICE typename Config::QCopy q_copy() const {
+    return typename Config::QCopy(params_.head_dim);
+  }
+  PANTILE_DEVICE typename Config::GradCopy grad_copy() const {
+    return typename Config::GradCopy(params_.head_dim_v);
+  }
+
+  PANTILE_DEVICE std::int64_t row_index(RowStep step) const {
+    return step.head * params_.row_tile_count + row_number0_ + step.tile;
+  }
+
+  template <int kTiles>
+  PANTILE_DEVICE static void clear(float (&x)[kTiles][4]) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        x[j][c] = 0.0f;
+      }
+    }
+  }
+  template <int kRows, int kTiles>
+  PANTILE_DEVICE static void clear(float (&x)[kRows][kTiles][4]) {
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+      clear(x[m]);
+    }
+  }
+
+  // scores = keys rows^T, started from one value a row if `start` is given; calls between(slot)
+  // after each of the depth steps * kRowGroups steps.
+  template <class Rows, class Between>
+  PANTILE_DEVICE void multiply(Scores& scores, const std::uint16_t* keys, const std::uint16_t* rows,
+                               int first_row, const float* start, Between between) const {
+    const Place place;
+    const std::uint32_t a_lane = prim::shared_address(keys) +
+                                 place.key_warp * Config::kWarpKeys * Rows::kRowBytes +
+                                 Rows::lane_offset_rows_first(place.lane);
+    const std::uint32_t b_lane = prim::shared_address(rows) + first_row * Rows::kRowBytes +
+                                 Rows::lane_offset_columns_first(place.lane);
+#pragma unroll
+    for (int k = 0; k < Rows::kChunks / 2; ++k) {
+      std::uint32_t a[kKeyTiles][4];
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m) {
+        prim::load_matrix_x4(a[m], Rows::step(a_lane, m, k));
+      }
+#pragma unroll
+      for (int group = 0; group < kRowGroups; ++group) {
+        std::uint32_t b[4];
+        prim::load_matrix_x4(b, Rows::step(b_lane, group, k));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int j = 2 * group + half;
+          float2 first = make_float2(0.0f, 0.0f);
+          if (k == 0 && start != nullptr) {
+            first = *reinterpret_cast<const float2*>(start + 8 * j + place.lane % 4 * 2);
+          }
+#pragma unroll
+          for (int m = 0; m < kKeyTiles; ++m) {
+            if (k == 0) {
+              prim::mma_set<kDType>(scores[m][j], a[m], b[2 * half], b[2 * half + 1], first.x,
+                                    first.y);
+            } else {
+              prim::mma_add<kDType>(scores[m][j], a[m], b[2 * half], b[2 * half + 1]);
+            }
+          }
+        }
+        between(k * kRowGroups + group);
+      }
+    }
+  }
+
+  PANTILE_DEVICE void exponentials(Scores& s, int j, const float* minus_lse) const {
+    const float2 minus =
+        *reinterpret_cast<const float2*>(minus_lse + 8 * j + prim::fresh_thread_index() % 4 * 2);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        s[m][j][c] =
+            prim::exp2_approx(fmaf(s[m][j][c], params_.scale_log2, c % 2 == 0 ? minus.x : minus.y));
+      }
+    }
+  }
+
+  // Zeros in P and dP where the mask hides a score; rows count from `first_row` of the attended
+  // ones. Both, because the product of a zero and what a hidden row or key holds may be a NaN.
+  PANTILE_DEVICE void hide(Scores& p, Scores& dp, int first_row) const {
+    const Place place;
+    const int key0 = key0_ + place.key_warp * Config::kWarpKeys + place.lane / 4;
+    const int column0 = first_row + place.lane % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int key = key0 + m * 16 + r * 8;
+        const core::Span seen =
+            key < mask_.keys ? core::visible_rows(mask_, key) : core::Span{0, 0};
+        const int begin = seen.begin - column0;
+        const int end = seen.end - column0;
+#pragma unroll
+        for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            if (8 * j + c < begin || 8 * j + c >= end) {
+              p[m][j][2 * r + c] = dp[m][j][2 * r + c] = 0.0f;
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // What this lane passes to ldmatrix.trans for the columns that its warp owns.
+  template <class Rows, int kColumns>
+  PANTILE_DEVICE static std::uint32_t columns_lane(const std::uint16_t* tile) {
+    const Place place;
+    return Rows::step(prim::shared_address(tile) + Rows::lane_offset_rows_first(place.lane), 0,
+                      place.column_warp * (kColumns / 16));
+  }
+
+  // sums += a * (16 rows of the tile), for the columns from the lane's on.
+  template <class Rows, int kColumnTiles>
+  PANTILE_DEVICE static void accumulate(float (&sums)[kKeyTiles][kColumnTiles][4],
+                                        const std::uint32_t (&a)[kKeyTiles][4], std::uint32_t lane,
+                                        int row16) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles / 2; ++n) {
+      std::uint32_t b[4];
+      prim::load_matrix_x4_transposed(b, Rows::step(lane, row16, n));
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m) {
+        prim::mma_add<kDType>(sums[m][2 * n], a[m], b[0], b[1]);
+        prim::mma_add<kDType>(sums[m][2 * n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+
+  template <class Rows, int kColumns, int kColumnTiles>
+  PANTILE_DEVICE void add_shared(float (&sums)[kKeyTiles][kColumnTiles][4],
+                                 const std::uint16_t* shared_weights, const std::uint16_t* rows) {
+    const Place place;
+    const std::uint32_t a_lane = prim::shared_address(shared_weights) +
+                                 place.key_warp * Config::kWarpKeys * WeightRows::kRowBytes +
+                                 WeightRows::lane_offset_rows_first(place.lane);
+    const std::uint32_t b_lane = columns_lane<Rows, kColumns>(rows);
+#pragma unroll
+    for (int group = 0; group < kTileQ / 16; ++group) {
+      std::uint32_t a[kKeyTiles][4];
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m) {
+        prim::load_matrix_x4(a[m], WeightRows::step(a_lane, m, group));
+      }
+      accumulate<Rows>(sums, a, b_lane, group);
+    }
+  }
+
+  template <class Rows, int kColumns, int kColumnTiles>
+  PANTILE_DEVICE static void stage_columns(const float (&sums)[kKeyTiles][kColumnTiles][4],
+                                           std::uint16_t* tile, float scale) {
+    const Place place;
+    char* const bytes = reinterpret_cast<char*>(tile);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int key = place.key_warp * Config::kWarpKeys + m * 16 + r * 8 + place.lane / 4;
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j) {
+          const int chunk = place.column_warp * (kColumns / 8) + j;
+          *reinterpret_cast<std::uint32_t*>(bytes + Rows::offset(key, chunk) + place.lane % 4 * 4) =
+              prim::pack<kDType>(sums[m][j][2 * r] * scale, sums[m][j][2 * r + 1] * scale);
+        }
+      }
+    }
+  }
+
+  template <class Rows>
+  PANTILE_DEVICE static void store_rows(const tile::HeadRows& to, const std::uint16_t* tile,
+                                        int columns, const KeyBlock& block) {
+    const int first = block.tile * kTileK;
+    const char* const bytes = reinterpret_cast<const char*>(tile);
+#pragma unroll 4
+    for (int i = prim::fresh_thread_index(); i < kTileK * Rows::kChunks; i += Config::kThreads) {
+      const int key = i / Rows::kChunks;
+      const int chunk = i % Rows::kChunks;
+      if (first + key < block.part.mask.keys && chunk * 8 < columns) {
+        *reinterpret_cast<uint4*>(to.rows + (first + key) * to.stride + chunk * 8) =
+            *reinterpret_cast<const uint4*>(bytes + Rows::offset(key, chunk));
+      }
+    }
+  }
+
+  // Of rows tile * kTileK on of the whole sequence, those that are not attended.
+  PANTILE_DEVICE static void clear_rows(const tile::HeadRows& to, int columns,
+                                        const KeyBlock& block, const common::Attended& part) {
+    const int begin = block.tile * kTileK;
+    const int end = core::min_of(begin + kTileK, block.keys.allocated);
+    const int attended_end = part.first_key + part.mask.keys;
+    if (begin >= part.first_key && end <= attended_end) {
+      return;
+    }
+    const int chunks = columns / 8;
+    for (int i = prim::fresh_thread_index(); i < (end - begin) * chunks; i += Config::kThreads) {
+      const int key = begin + i / chunks;
+      if (key < part.first_key || key >= attended_end) {
+        *reinterpret_cast<uint4*>(to.rows + key * to.stride + i % chunks * 8) = uint4{0, 0, 0, 0};
+      }
+    }
+  }
+
+  const BackwardParams& params_;
+  Storage& storage_;
+  int key0_;              // of the attended keys
+  core::Mask mask_;       // of the attended part
+  core::TilePlan rows_;   // row tiles that see the block's keys
+  SequenceRows queries_;  // attended
+  int head0_;             // first query head
+  int row_number0_;       // number of row tile 0
+  float grad_k_[kKeyTiles][Config::kColumnsK / 8][4];
+  float grad_v_[kKeyTiles][Config::kColumnsV / 8][4];
+};
+
+}  // namespace pantile::ampere
