@@ -5,6 +5,7 @@
 #include "common/backward_rows.cuh"
 #include "common/quad_transpose.cuh"
 #include "prim/convert.cuh"
+#include "prim/grid_dependency.cuh"
 
 namespace pantile::common {
 
@@ -83,6 +84,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   const bool packed = pass.queries.cu_seqlens != nullptr;
   std::uint16_t* rows = static_cast<std::uint16_t*>(params.grad_q) +
                         sequence_offset(params.grad_q_layout, packed, row_tile);
+  // Also in blocks that need nothing of it: what follows this kernel relies on the one before, too.
+  prim::wait_for_previous_grid();
   if (fragment == 0) {
     zero_unattended_rows(params, row_tile, rows);
   }

@@ -11,6 +11,7 @@
 #include "common/backward_rows.cuh"
 #include "core/softmax_state.h"
 #include "prim/convert.cuh"
+#include "prim/grid_dependency.cuh"
 #include "prim/unpack.cuh"
 #include "prim/warp.cuh"
 
@@ -63,6 +64,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
     prepare_rows(const __grid_constant__ PrepareParams params) {
   constexpr int kRowsAtOnce = kPrepareThreads / kRowThreads;
   constexpr int kRounds = kTileQ / kRowsAtOnce;
+  prim::allow_next_grid();
   const RowPass& pass = params.pass;
   const int thread = static_cast<int>(threadIdx.x);
   const RowTile row_tile =

@@ -13,13 +13,19 @@
 namespace pantile::hopper {
 
 inline constexpr int kSmemPerBlock = 232448;  // bytes a block may ask for on sm_90
-inline constexpr int kRegisterFile = 65536;   // registers of a multiprocessor
 inline constexpr int kWarpgroup = 128;        // threads
 inline constexpr int kPanel = 64;             // columns of a 128-byte swizzled panel, 16-bit types
 
 // dQ is summed over tiles of keys that run in any order: in fp32, or, so that the order does not
 // show in the result, as integers with one power-of-two scale a row.
 enum class SumKind { floating, integer };
+
+// What the warpgroups of a block can trade, in registers a thread summed over the warpgroups. A
+// block gets as many at launch as the largest multiple of 8 that fits; asking for more than the
+// others have given up waits forever.
+constexpr int registers_to_share(int warpgroups) {
+  return 65536 / (warpgroups * kWarpgroup) / 8 * 8 * warpgroups;
+}
 
 constexpr int panels(int columns) {
   return (columns + kPanel - 1) / kPanel;
@@ -38,15 +44,16 @@ struct PairedConfig {
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kQueryStages = 3;  // a step early for S, a step late for dK
   static constexpr int kGradStages = 2;   // dO
-  static constexpr int kProducerRegisters = 32;
+  static constexpr int kPolynomialEvery = 0;
+  static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
   static constexpr int kPanels = panels(kHeadDim);
   static constexpr int kPanelsV = panels(kHeadDimV);
 
   static_assert(kHeadDim == kHeadDimV, "smaller values are padded to the head dim of the keys");
   static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128);
-  static_assert(kWarpgroup * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
-                kRegisterFile);
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                registers_to_share(1 + kConsumers));
 };
 
 template <DType kDTypeOf, int kHeadDimOf, int kHeadDimVOf>
@@ -68,9 +75,8 @@ struct PipelineConfig {
 
   static_assert(kHeadDim == 192 || kHeadDim == 256);
   static_assert(kHeadDimV == 128 || kHeadDimV == 192 || kHeadDimV == 256);
-  static_assert(kWarpgroup *
-                    (kProducerRegisters + 2 * kAccumulatorRegisters + kQueryGradRegisters) <=
-                kRegisterFile);
+  static_assert(kProducerRegisters + 2 * kAccumulatorRegisters + kQueryGradRegisters <=
+                registers_to_share(4));
 };
 
 template <DType kDType, int kHeadDim, int kHeadDimV, bool kPaired = kHeadDim <= 128>

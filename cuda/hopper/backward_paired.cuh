@@ -30,7 +30,10 @@
 
 namespace pantile::hopper {
 
-enum PairedBarrier : int { kScoreGradsWritten = 1 };  // both consumer warpgroups
+enum PairedBarrier : int {
+  kScoreGradsWritten = 1,    // both consumer warpgroups
+  kOwnScoreGradsWritten = 2  // one consumer warpgroup; the other has the next number
+};
 
 template <class Config, MaskKind kMask, SumKind kSum>
 class PairedConsumer {
@@ -74,7 +77,7 @@ class PairedConsumer {
     const int steps = params_.group * key_tile_.rows.size();
     if (steps > 0) {
       if constexpr (kRowSplit) {
-        run_products_late(steps);
+        run_query_grads_late(steps);
       } else {
         run_values_early(steps);
       }
@@ -91,6 +94,14 @@ class PairedConsumer {
   static constexpr int kRowPanel = kTileQ * 128;       // bytes of a panel of q, grad_o, dS
   static constexpr bool kRowSplit = kTileQ == 128;     // dQ is split by rows, else by columns
   static constexpr int kConsumerThreads = Config::kConsumers * kWarpgroup;
+
+  // Whether this thread's score i is exponentiated beside the special-function unit.
+  static constexpr bool by_polynomial(int i) {
+    if constexpr (Config::kPolynomialEvery > 0) {
+      return i % Config::kPolynomialEvery == Config::kPolynomialEvery - 1;
+    }
+    return false;
+  }
 
   // ---- products -------------------------------------------------------------------------------
 
@@ -140,8 +151,8 @@ class PairedConsumer {
     prim::wgmma_commit();
   }
 
-  PANTILE_DEVICE void issue_dQ(float (&dQ)[32]) {
-    const std::uint32_t a = dS_rows_ + prim::descriptor_step(buffer_ * sizeof(storage_.dS[0]));
+  PANTILE_DEVICE void issue_dQ(float (&dQ)[32], int buffer) {
+    const std::uint32_t a = dS_rows_ + prim::descriptor_step(buffer * sizeof(storage_.dS[0]));
     prim::wgmma_fence();
     prim::wgmma_ss_write<kDType, prim::Major::k, prim::Major::mn>(dQ, a, k_columns_);
 #pragma unroll
@@ -177,8 +188,7 @@ class PairedConsumer {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const float x = S_[i] * params_.scale_log2;
-      // At head dim 64 the special-function unit is the bottleneck: a quarter goes elsewhere.
-      S_[i] = kRowSplit && i % 4 == 3 ? prim::exp2_polynomial(x) : prim::exp2_approx(x);
+      S_[i] = by_polynomial(i) ? prim::exp2_polynomial(x) : prim::exp2_approx(x);
     }
   }
 
@@ -279,7 +289,7 @@ class PairedConsumer {
       prim::wgmma_wait<1>();  // dV done
       release(storage_.grad.empty[grad_]);
       float dQ[32];
-      issue_dQ(dQ);
+      issue_dQ(dQ, buffer_);
       issue_dK(query);
       wait_dQ_buffer();
       prim::wgmma_wait<1>();  // S, dQ done
@@ -300,9 +310,10 @@ class PairedConsumer {
     finish();
   }
 
-  // Head dim 64. Products in order: dV(i) dQ(i) S(i+1) dP(i+1) dK(i); dK(i) covers dS(i+1), S(i+1)
-  // covers the handing over of dQ. Two 64 x 128 accumulators leave no room for a longer overlap.
-  PANTILE_DEVICE void run_products_late(int steps) {
+  // Head dim 64. Products in order: dV(i) dQ(i-1) S(i+1) dP(i+1) dK(i); dK(i) covers dS(i+1),
+  // S(i+1) covers the handing over of dQ. dQ lags by a step, so that the warpgroups, which need
+  // each other's dS for it, may drift apart by a step instead of meeting in each.
+  PANTILE_DEVICE void run_query_grads_late(int steps) {
     prim::wait(storage_.k_full, 0);
     issue_S();
     prim::wait(storage_.v_full, 0);
@@ -312,48 +323,89 @@ class PairedConsumer {
     compute_P();
     prim::wgmma_wait<0>();
     prim::pin(dP_);
-    int reading = -1;  // stage of Q that the dK product in flight reads
+    int behind = 0;  // stage of Q of the tile before the one at work
+    if (steps > 1) {
+      late_step<true>(behind, steps > 2);
 #pragma unroll 1
-    for (int i = 1; i < steps; ++i) {
-      const int query = query_;
-      compute_dS<true>();
-      issue_dV();
-      sync_consumers();
-      float dQ[32];
-      issue_dQ(dQ);
-      issue_S();
-      wait_dQ_buffer();
-      prim::wgmma_wait<1>();  // dK(i-1), dV, dQ done
-      prim::pin(dQ);
-      release(storage_.grad.empty[grad_]);
-      if (reading >= 0) {
-        release(storage_.query.empty[reading]);
+      for (int i = 2; i < steps; ++i) {
+        late_step<false>(behind, i + 1 < steps);
       }
-      reading = query;
-      send_dQ(dQ, query);
-      issue_dP();
-      issue_dK(query);
-      next_tile();
-      prim::wgmma_wait<2>();  // S done
-      prim::pin(S_);
-      compute_P();
-      if (i + 1 < steps) {
-        // Needed next anyway; here it keeps ptxas from hoisting the wait above the exponentials.
-        prim::wait(storage_.query.full[next_query_.stage], next_query_.parity);
-      }
-      prim::wgmma_wait<1>();  // dP done
-      prim::pin(dP_);
     }
-    compute_dS<true>();
+    send_dS();
     issue_dV();
-    sync_consumers();
+    sync_warpgroup();
+    if (steps > 1) {
+      float dQ[32];
+      prim::wait(storage_.dS_ring.full[dS_read_.stage], dS_read_.parity);
+      issue_dQ(dQ, dS_read_.stage);
+      wait_dQ_buffer();
+      prim::wgmma_wait<0>();
+      prim::pin(dQ);
+      dS_read_.advance();
+      send_dQ(dQ, behind);
+    }
+    prim::wait(storage_.dS_ring.full[dS_read_.stage], dS_read_.parity);
     finish();
+  }
+
+  template <bool kFirst>
+  PANTILE_DEVICE void late_step(int& behind, bool more) {
+    const int query = query_;
+    send_dS();
+    issue_dV();
+    sync_warpgroup();
+    float dQ[32];
+    if constexpr (!kFirst) {
+      prim::wait(storage_.dS_ring.full[dS_read_.stage], dS_read_.parity);
+      issue_dQ(dQ, dS_read_.stage);
+    }
+    issue_S();
+    if constexpr (!kFirst) {
+      wait_dQ_buffer();
+    }
+    prim::wgmma_wait<1>();  // the dK and dQ before, dV done
+    release(storage_.grad.empty[grad_]);
+    if constexpr (!kFirst) {
+      prim::pin(dQ);
+      release(storage_.dS_ring.empty[dS_read_.stage]);
+      dS_read_.advance();
+      send_dQ(dQ, behind);
+      release(storage_.query.empty[behind]);
+    }
+    behind = query;
+    issue_dP();
+    if constexpr (kFirst) {
+      prim::wgmma_fence();  // dK's zeros
+    }
+    issue_dK(query);
+    next_tile();
+    prim::wgmma_wait<2>();  // S done
+    prim::pin(S_);
+    compute_P();
+    if (more) {
+      // Needed next anyway; here it keeps ptxas from hoisting the wait above the exponentials.
+      prim::wait(storage_.query.full[next_query_.stage], next_query_.parity);
+    }
+    prim::wgmma_wait<1>();  // dP done
+    prim::pin(dP_);
+  }
+
+  PANTILE_DEVICE void send_dS() {
+    prim::wait(storage_.dS_ring.empty[dS_write_.stage], dS_write_.parity ^ 1);
+    compute_dS<true>();
+    arrive_warp(storage_.dS_ring.full[dS_write_.stage]);
+    dS_write_.advance();
+  }
+
+  // dK reads what all four warps of the warpgroup have written.
+  PANTILE_DEVICE void sync_warpgroup() {
+    prim::barrier_sync(kOwnScoreGradsWritten + warpgroup_, kWarpgroup);
   }
 
   // The last step's dQ and dK.
   PANTILE_DEVICE void finish() {
     float dQ[32];
-    issue_dQ(dQ);
+    issue_dQ(dQ, buffer_);
     issue_dK(query_);
     wait_dQ_buffer();
     prim::wgmma_wait<1>();
@@ -397,7 +449,8 @@ class PairedConsumer {
   StageCursor<Config::kQueryStages> next_query_;
   StageCursor<Config::kGradStages> next_grad_;
   std::uint32_t dq_parity_ = 1;
-  int buffer_ = 0;  // of dS
+  int buffer_ = 0;                     // of dS, of the tile at work
+  StageCursor<2> dS_write_, dS_read_;  // head dim 64 only
   float S_[kScores], dP_[kScores];
   float dK_[kCount], dV_[kCount];
   std::uint32_t P_[kSlices][4];
@@ -423,6 +476,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prim::init(storage.v_full, 1);
     storage.query.init(kConsumerWarps);
     storage.grad.init(kConsumerWarps);
+    storage.dS_ring.init(kConsumerWarps, kConsumerWarps);
     for (int i = 0; i < Config::kConsumers; ++i) {
       prim::init(storage.dq_full[i], 4);
       prim::init(storage.dq_empty[i], 1);

@@ -378,6 +378,7 @@ PANTILE_DEVICE void add_query_gradients(PipelineStorage<Config>& storage,
   int head = key_tile.key_head * params.group;
   int tile = key_tile.rows.begin;
   if (steps > 0) {
+    prim::wait_for_previous_grid();
     prim::wait(storage.k_full, 0);
   }
 #pragma unroll 1
@@ -441,10 +442,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prim::init(storage.v_full, 1);
     storage.query.init(8);  // warps of the two accumulating warpgroups
     storage.grad.init(8);
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      prim::init(storage.ds.full[stage], 4);
-      prim::init(storage.ds.empty[stage], 4);
-    }
+    storage.ds.init(4, 4);
     prim::init(storage.p_full, 4);
     prim::init(storage.p_empty, 4);
     prim::fence_mbarrier_init();

@@ -5,6 +5,7 @@
 
 #include "hopper/backward_params.cuh"
 #include "hopper/backward_storage.cuh"
+#include "prim/grid_dependency.cuh"
 #include "prim/tma.cuh"
 
 namespace pantile::hopper {
@@ -28,13 +29,18 @@ PANTILE_DEVICE void load_tiles(Storage& storage, const BackwardMaps& maps,
   using Terms = RowTerms<Config::kTileQ>;
   constexpr int kQueryBytes = sizeof(storage.q[0]) + Terms::kBytes;
   constexpr int kGradBytes = sizeof(storage.grad_o[0]) + Terms::kBytes;
-  prim::prefetch_tensor_map(&maps.q);
-  prim::prefetch_tensor_map(&maps.grad_o);
-  prim::prefetch_tensor_map(&maps.k);
-  prim::prefetch_tensor_map(&maps.v);
   StageCursor<sizeof(storage.q) / sizeof(storage.q[0])> query;
   StageCursor<sizeof(storage.grad_o) / sizeof(storage.grad_o[0])> grad;
-  bool first = true;
+  prim::prefetch_tensor_map(&maps.q);
+  prim::prefetch_tensor_map(&maps.grad_o);
+  if (!key_tile.rows.empty()) {
+    const int key = key_tile.tile * Config::kTileK;
+    prim::arrive_and_expect(storage.k_full, sizeof(storage.k));
+    load_tile(storage.k, maps.k, storage.k_full, key_tile.key_origin, key, key_tile.key_head);
+    prim::arrive_and_expect(storage.v_full, sizeof(storage.v));
+    load_tile(storage.v, maps.v, storage.v_full, key_tile.key_origin, key, key_tile.key_head);
+  }
+  prim::wait_for_previous_grid();  // it writes the row terms
   for (int g = 0; g < params.group; ++g) {
     const int head = key_tile.key_head * params.group + g;
     const std::int64_t first_tile = head * params.row_tile_count + key_tile.first_row_tile;
@@ -44,11 +50,6 @@ PANTILE_DEVICE void load_tiles(Storage& storage, const BackwardMaps& maps,
       prim::wait(storage.query.empty[query.stage], query.parity ^ 1);
       prim::Mbarrier& query_full = storage.query.full[query.stage];
       prim::arrive_and_expect(query_full, kQueryBytes);
-      if (first) {
-        prim::arrive_and_expect(storage.k_full, sizeof(storage.k));
-        load_tile(storage.k, maps.k, storage.k_full, key_tile.key_origin,
-                  key_tile.tile * Config::kTileK, key_tile.key_head);
-      }
       load_tile(storage.q[query.stage], maps.q, query_full, key_tile.query_origin, row, head);
       prim::bulk_load(&storage.lse[query.stage], params.lse_terms + terms, Terms::kBytes,
                       query_full);
@@ -56,12 +57,6 @@ PANTILE_DEVICE void load_tiles(Storage& storage, const BackwardMaps& maps,
       prim::wait(storage.grad.empty[grad.stage], grad.parity ^ 1);
       prim::Mbarrier& grad_full = storage.grad.full[grad.stage];
       prim::arrive_and_expect(grad_full, kGradBytes);
-      if (first) {
-        prim::arrive_and_expect(storage.v_full, sizeof(storage.v));
-        load_tile(storage.v, maps.v, storage.v_full, key_tile.key_origin,
-                  key_tile.tile * Config::kTileK, key_tile.key_head);
-        first = false;
-      }
       load_tile(storage.grad_o[grad.stage], maps.grad_o, grad_full, key_tile.query_origin, row,
                 head);
       prim::bulk_load(&storage.delta[grad.stage], params.delta_terms + terms, Terms::kBytes,
@@ -82,6 +77,7 @@ PANTILE_DEVICE void add_query_gradients(Storage& storage, const BackwardParams& 
   constexpr bool kColumnSplit = Config::kPanels == Config::kConsumers;
   const int bytes = 64 * 4 * (kColumnSplit && warpgroup > 0 ? kLastColumns : kPanel);
   std::uint32_t parity = 0;
+  prim::wait_for_previous_grid();
   for (int g = 0; g < params.group; ++g) {
     const int head = key_tile.key_head * params.group + g;
     float* to = params.dq_sum +

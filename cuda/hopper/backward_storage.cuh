@@ -25,15 +25,16 @@ struct StageCursor {
   }
 };
 
-// A ring of stages: `full` completes by bytes, `empty` by one arrival a warp of its readers.
+// A ring of stages. `full` completes by bytes, or by one arrival a warp of its writers; `empty` by
+// one arrival a warp of its readers.
 template <int kStages>
 struct Ring {
   prim::Mbarrier full[kStages];
   prim::Mbarrier empty[kStages];
 
-  PANTILE_DEVICE void init(int reader_warps) {
+  PANTILE_DEVICE void init(int reader_warps, int arrivals = 1) {
     for (int stage = 0; stage < kStages; ++stage) {
-      prim::init(full[stage], 1);
+      prim::init(full[stage], arrivals);
       prim::init(empty[stage], reader_warps);
     }
   }
@@ -67,6 +68,7 @@ struct PairedStorage {
   prim::Mbarrier k_full, v_full;
   Ring<Config::kQueryStages> query;
   Ring<Config::kGradStages> grad;
+  Ring<2> dS_ring;  // head dim 64 only
   prim::Mbarrier dq_full[Config::kConsumers], dq_empty[Config::kConsumers];
 };
 

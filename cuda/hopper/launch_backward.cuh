@@ -252,8 +252,8 @@ class BackwardCall {
     if (!status.ok()) {
       return status;
     }
-    kernel<<<key_blocks_, threads, shared_bytes, stream_>>>(maps, params);
-    return backward_status(cudaGetLastError(), "the main backward kernel");
+    return launch_early("the main backward kernel", kernel, key_blocks_, threads, shared_bytes,
+                        maps, params);
   }
 
   template <class Config, SumKind kSum>
@@ -269,9 +269,25 @@ class BackwardCall {
     params.head_dim = static_cast<int>(forward_.head_dim);
     params.rows_split = Config::kTileQ == 128;
     const int fragments = dq_tile_floats_ / common::kFragmentFloats;
-    common::finish_rows<Config::kDType, kFormat>
-        <<<row_blocks() * fragments, common::kFinishThreads, 0, stream_>>>(params);
-    return backward_status(cudaGetLastError(), "finish_rows");
+    return launch_early("finish_rows", common::finish_rows<Config::kDType, kFormat>,
+                        row_blocks() * fragments, common::kFinishThreads, 0, params);
+  }
+
+  // The kernel may start while the one before it drains (prim/grid_dependency.cuh).
+  template <class... Params>
+  Status launch_early(const char* name, void (*kernel)(Params...), int blocks, int threads,
+                      int shared_bytes, const Params&... params) const {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+    config.stream = stream_;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return backward_status(cudaLaunchKernelEx(&config, kernel, params...), name);
   }
 
   const BackwardProblem& problem_;
