@@ -48,10 +48,10 @@ def _scale(scale: object) -> float | None:
     return float(scale)
 
 
-def _flag(name: str, value: object) -> bool:
-    if value is not True and value is not False:
-        raise TypeError(f"{name} is {value!r}; it must be True or False")
-    return value
+def _check_flags(return_lse: object, deterministic: object) -> None:
+    for name, value in (("return_lse", return_lse), ("deterministic", deterministic)):
+        if value is not True and value is not False:
+            raise TypeError(f"{name} is {value!r}; it must be True or False")
 
 
 def _length(name: str, value: object) -> int:
@@ -111,19 +111,10 @@ def attention(
         pantile.UnsupportedError: valid, but no compiled kernel serves it; says why each refused.
         RuntimeError: the device or the build lacks what is needed, or CUDA failed.
     """
-    if options is None:
-        options = DEFAULT_OPTIONS
-    engine = _engine(q)
-    settings = _dense_settings(causal, window, scale, resolve_options(options))
-    return engine.attention(
-        q,
-        k,
-        v,
-        settings,
-        _flag("deterministic", deterministic),
-        options.checked,
-        _flag("return_lse", return_lse),
-    )
+    options = DEFAULT_OPTIONS if options is None else resolve_options(options)
+    settings = _dense_settings(causal, window, scale, options)
+    _check_flags(return_lse, deterministic)
+    return _engine(q).attention(q, k, v, settings, deterministic, options.checked, return_lse)
 
 
 def _packed_settings(
@@ -195,9 +186,7 @@ def varlen_attention(
     Raises:
         As :func:`attention`.
     """
-    if options is None:
-        options = DEFAULT_OPTIONS
-    engine = _engine(q)
+    options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     settings = _packed_settings(
         cu_seqlens_q,
         cu_seqlens_k,
@@ -208,17 +197,10 @@ def varlen_attention(
         causal,
         window,
         scale,
-        resolve_options(options),
+        options,
     )
-    return engine.attention(
-        q,
-        k,
-        v,
-        settings,
-        _flag("deterministic", deterministic),
-        options.checked,
-        _flag("return_lse", return_lse),
-    )
+    _check_flags(return_lse, deterministic)
+    return _engine(q).attention(q, k, v, settings, deterministic, options.checked, return_lse)
 
 
 def explain(
@@ -245,8 +227,8 @@ def explain(
     kernel of each pass, its tiles and workspace, the copies made first, and why each other row of
     the kernel table was refused.
     """
-    options = resolve_options(options)
-    _flag("return_lse", return_lse)
+    options = DEFAULT_OPTIONS if options is None else resolve_options(options)
+    _check_flags(return_lse, deterministic)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         if seqused_q is not None or seqused_k is not None:
             raise ValueError("seqused_q and seqused_k need cu_seqlens_q and cu_seqlens_k")
@@ -265,4 +247,4 @@ def explain(
             options,
         )
     operands = _engine(q).prepare(q, k, v, settings[:4])
-    return explain_call(operands, settings, _flag("deterministic", deterministic))
+    return explain_call(operands, settings, deterministic)

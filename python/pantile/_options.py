@@ -45,9 +45,7 @@ class Options:
 DEFAULT_OPTIONS = Options()
 
 
-def resolve_options(options: Options | None) -> Options:
-    if options is None:
-        return DEFAULT_OPTIONS
+def resolve_options(options: object) -> Options:
     if isinstance(options, Options):
         return options
     raise TypeError(f"options is {options!r}; it must be a pantile.Options or None")

@@ -11,6 +11,7 @@ import pantile
 import pytest
 import torch
 from pantile import reference
+from pantile._masks import window_bounds
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -90,6 +91,7 @@ def packed(
     heads: int = 4,
     heads_k: int = 2,
     head_dim: int = 64,
+    head_dim_v: int | None = None,
     seed: int = 0,
     **arguments,
 ) -> Case:
@@ -102,7 +104,8 @@ def packed(
         heads,
         heads_k,
         head_dim,
-        seed=seed,
+        head_dim_v,
+        seed,
         **arguments,
     )
     bounds = tuple(
@@ -197,6 +200,37 @@ def check_both(case: Case, target: Target, with_lse: bool = False, **extra) -> l
     textbook = gradients(lambda *x: case.expected(*x, None), case.operands, grad_o, grad_lse)
     assert_within_bound(results, textbook, exact, case, grad_o)
     return results
+
+
+def backward_inputs(case: Case, with_lse: bool):
+    """Exact o and LSE, rounded as a forward kernel would, and random gradients of both."""
+    o, lse = case.expected(*case.operands, torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    grad_o = torch.randn(o.shape, generator=generator).to(o.device, case.q.dtype)
+    grad_lse = torch.randn(lse.shape, generator=generator).to(o.device) if with_lse else None
+    return o.to(case.q.dtype).contiguous(), lse.float().contiguous(), grad_o, grad_lse
+
+
+def run_backward(case: Case, target: Target, inputs, deterministic: bool = False):
+    """(dq, dk, dv) of the backward operator alone, whatever kernel would do the forward."""
+    o, lse, grad_o, grad_lse = inputs
+    bounds = (*case.lengths, None, None, *case.longest) if case.lengths else (None,) * 4 + (0, 0)
+    mask = window_bounds(case.arguments.get("causal", False), case.arguments.get("window"))
+    settings = (*bounds, case.arguments.get("scale"), *mask, target.backend)
+    return torch.ops.pantile.backward(
+        grad_o, grad_lse, *case.operands, o, lse, *settings, deterministic
+    )
+
+
+def check_backward(case: Case, target: Target, with_lse: bool = False) -> None:
+    """The backward operator alone against the bound."""
+    inputs = backward_inputs(case, with_lse)
+    grads = inputs[2:]
+    doubles = [x.double() for x in case.operands]
+    exact = gradients(lambda *x: case.expected(*x, None), doubles, *grads)
+    textbook = gradients(lambda *x: case.expected(*x, None), case.operands, *grads)
+    results = [*exact[:2], *run_backward(case, target, inputs)]  # o and lse are given
+    assert_within_bound(results, textbook, exact, case, inputs[2])
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
