@@ -17,6 +17,7 @@ import sys
 import kernel_budget as budget
 
 LIMITS = ("registers", "stack_bytes", "spill_bytes", "smem_bytes")
+LIMITS_OF_EVERY_NVCC = ("stack_bytes", "spill_bytes")
 
 
 def parse(log: str) -> dict[tuple[str, str], budget.Figures]:
@@ -52,23 +53,32 @@ def raise_to(figures: budget.Figures, name: str, value: int) -> None:
 def read_build(build: pathlib.Path) -> tuple[dict[str, budget.Figures], list[str]]:
     """All kernels of a build, and the rows of the kernel table that left no log."""
     found: dict[str, budget.Figures] = {}
+    rows = budget.row_names(build)
     files = set()
     for path in sorted(build.rglob("*.cu.o.ptxas")):
         file = path.name.removesuffix(".cu.o.ptxas")
+        if path.parent.name == "instances" and file not in rows:
+            continue  # left behind by a row that is gone
         files.add(file)
         for (arch, kernel), figures in parse(path.read_text()).items():
             found[f"{file}/{arch}/{kernel}"] = figures
-    return found, [row for row in budget.row_names(build) if row not in files]
+    return found, [row for row in rows if row not in files]
 
 
-def worse(found: budget.Figures, allowed: budget.Figures) -> list[str]:
+def worse(
+    found: budget.Figures, allowed: budget.Figures, limits: tuple[str, ...] = LIMITS
+) -> list[str]:
     problems = [
         f"{name} {found[name]}, budget {allowed[name]}"
-        for name in LIMITS
+        for name in limits
         if found[name] > allowed[name]
     ]
     new = sorted(set(found["advisories"]) - set(allowed["advisories"]))
     return problems + [f"ptxas advisory {code}" for code in new]
+
+
+def worse_elsewhere(found: budget.Figures, allowed: budget.Figures) -> list[str]:
+    return worse(found, allowed, LIMITS_OF_EVERY_NVCC)
 
 
 def print_table(found: dict[str, budget.Figures]) -> None:
@@ -95,7 +105,7 @@ def main() -> int:
     nvcc = budget.nvcc_release(arguments.build)
     if arguments.update and not errors:
         budget.save("ptxas", nvcc, found)
-    errors += budget.compare("ptxas", nvcc, found, worse)
+    errors += budget.compare("ptxas", nvcc, found, worse, worse_elsewhere)
     return budget.finish("ptxas", errors)
 
 

@@ -241,6 +241,11 @@ def worse(found: budget.Figures, allowed: budget.Figures) -> list[str]:
     return problems
 
 
+def worse_elsewhere(_found: budget.Figures, _allowed: budget.Figures) -> list[str]:
+    """Schedules of another nvcc are only printed; the family's rules hold for all."""
+    return []
+
+
 def print_kernel(key: str, f: budget.Figures) -> None:
     print(f"{key}: highest register {f['highest_register']}, LDL/STL {f['local_memory']}")
     for loop in f["loops"]:
@@ -273,7 +278,7 @@ def main() -> int:
     nvcc = budget.nvcc_release(arguments.build)
     if arguments.update and not errors:
         budget.save("sass", nvcc, found)
-    errors += budget.compare("sass", nvcc, found, worse)
+    errors += budget.compare("sass", nvcc, found, worse, worse_elsewhere)
     return budget.finish("sass", errors)
 
 

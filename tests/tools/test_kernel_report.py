@@ -2,6 +2,7 @@
 
 import kernel_budget
 import kernel_report
+import pytest
 
 LOG = """\
 ptxas info    : 0 bytes gmem
@@ -44,27 +45,44 @@ def test_an_advisory_that_the_budget_does_not_list_fails():
     assert kernel_report.worse(quiet, FIGURES) == []
 
 
-def test_compare_finds_unlisted_and_vanished_kernels(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel_budget, "BUDGET", tmp_path / "budget.json")
-    kernel_budget.save("ptxas", "13.0", {"a": FIGURES, "b": FIGURES})
-    errors = kernel_budget.compare(
-        "ptxas", "13.0", {"a": FIGURES, "c": FIGURES}, kernel_report.worse
+@pytest.fixture
+def budget_file(tmp_path, monkeypatch):
+    path = tmp_path / "budget.json"
+    monkeypatch.setattr(kernel_budget, "BUDGET", path)
+    return path
+
+
+def compare(nvcc: str, found: dict) -> list[str]:
+    return kernel_budget.compare(
+        "ptxas", nvcc, found, kernel_report.worse, kernel_report.worse_elsewhere
     )
-    assert errors == ["c: not in the budget", "b: in the budget, but not in this build"]
 
 
-def test_another_nvcc_is_held_to_the_rules_that_need_no_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel_budget, "BUDGET", tmp_path / "budget.json")
-    kernel_budget.save("ptxas", "13.0", {"a": FIGURES})
-    more = {**FIGURES, "registers": 255}
-    assert kernel_budget.compare("ptxas", "12.8", {"a": more}, kernel_report.worse) == []
-    assert kernel_budget.compare("ptxas", "13.0", {"a": more}, kernel_report.worse) == [
-        "a: registers 255, budget 200"
+def test_no_budget_is_an_error(budget_file):
+    assert compare("13.0", {"a": FIGURES}) == ["there is no budget.json: make it with --update"]
+
+
+def test_finds_unlisted_and_vanished_kernels(budget_file):
+    kernel_budget.save("ptxas", "13.0", {"a": FIGURES, "b": FIGURES})
+    assert compare("13.0", {"a": FIGURES, "c": FIGURES}) == [
+        "c: not in the budget",
+        "b: in the budget, but not in this build",
     ]
 
 
-def test_saving_one_section_keeps_the_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel_budget, "BUDGET", tmp_path / "budget.json")
+def test_another_nvcc_is_held_to_what_must_always_hold(budget_file):
+    kernel_budget.save("ptxas", "13.0", {"a": FIGURES})
+    more = {**FIGURES, "registers": 255}
+    assert compare("13.0", {"a": more}) == ["a: registers 255, budget 200"]
+    assert compare("12.8", {"a": more}) == []
+    spilling = {**FIGURES, "spill_bytes": 21, "advisories": ["C7508", "C7510"]}
+    assert compare("12.8", {"a": spilling}) == [
+        "a: spill_bytes 21, budget 20",
+        "a: ptxas advisory C7508",
+    ]
+
+
+def test_saving_one_section_keeps_the_other(budget_file):
     kernel_budget.save("sass", "13.0", {"k": {"loops": []}})
     kernel_budget.save("ptxas", "13.0", {"b": FIGURES, "a": FIGURES})
     assert kernel_budget.load() == {
