@@ -96,7 +96,7 @@ class PairedConsumer {
   static constexpr int kConsumerThreads = Config::kConsumers * kWarpgroup;
 
   // Whether this thread's score i is exponentiated beside the special-function unit.
-  static constexpr bool by_polynomial(int i) {
+  PANTILE_DEVICE static constexpr bool by_polynomial(int i) {
     if constexpr (Config::kPolynomialEvery > 0) {
       return i % Config::kPolynomialEvery == Config::kPolynomialEvery - 1;
     }
