@@ -54,23 +54,20 @@ PANTILE_DEVICE void compute_weights(Block& block, RowStep step, int stage) {
 template <class Config, class Block>
 PANTILE_DEVICE void run_backward(Block& block) {
   constexpr bool kTwoStages = Config::kStages == 2;
-  const int steps = block.steps();
-  if (steps == 0) {
+  if (block.steps() == 0) {
     return;
   }
   block.fetch_keys();
   RowStep step = block.first_step();
-  RowStep fetched = step;
-  block.fetch_rows(fetched, 0);
+  block.fetch_rows(step, 0);
   prim::commit_copies();
 #pragma unroll 1
-  for (int i = 0; i < steps; ++i) {
+  for (int i = 0; i < block.steps(); ++i) {
     const int stage = kTwoStages ? i & 1 : 0;
     prim::wait_copies<0>();
     __syncthreads();
-    if (kTwoStages && i + 1 < steps) {
-      fetched = block.next(fetched);
-      block.fetch_rows(fetched, stage ^ 1);
+    if (kTwoStages && i + 1 < block.steps()) {
+      block.fetch_rows(block.next(step), stage ^ 1);
       prim::commit_copies();
     }
     compute_weights<Config>(block, step, stage);
@@ -82,7 +79,7 @@ PANTILE_DEVICE void run_backward(Block& block) {
     block.add_queries(step, stage);
     if constexpr (!kTwoStages) {
       __syncthreads();
-      if (i + 1 < steps) {
+      if (i + 1 < block.steps()) {
         block.fetch_rows(block.next(step), 0);
         prim::commit_copies();
       }

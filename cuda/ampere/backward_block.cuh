@@ -67,34 +67,25 @@ class BackwardBlock {
 
   PANTILE_DEVICE BackwardBlock(const BackwardParams& params, Storage& storage)
       : params_(params), storage_(storage) {
-    const KeyBlock block = locate(params, static_cast<int>(blockIdx.x));
-    const common::Attended part = block.part;
-    key0_ = block.tile * kTileK;
-    mask_ = part.mask;
-    rows_ = core::TilePlan{{0, 0}, {0, 0}};
-    if (key0_ < mask_.keys) {
-      rows_ = core::plan_key_tile(
-          mask_, core::Span{key0_, core::min_of(key0_ + kTileK, mask_.keys)}, kTileQ);
+    if (threadIdx.x == 0) {
+      storage.work = describe(params);
     }
-    head0_ = block.key_head * params.group;
-    queries_ = block.queries;
-    queries_.first += part.first_row;
-    row_number0_ = params.row_tiles.first(block.queries.batch);
-#pragma unroll
-    for (int m = 0; m < kKeyTiles; ++m) {
-      clear(grad_k_[m]);
-      clear(grad_v_[m]);
-    }
+    clear(grad_k_);
+    clear(grad_v_);
+    __syncthreads();
   }
 
   // How many steps there are.
-  PANTILE_DEVICE int steps() const { return rows_.visit.size() * params_.group; }
+  PANTILE_DEVICE int steps() const { return work().rows.visit.size() * params_.group; }
 
-  PANTILE_DEVICE RowStep first_step() const { return RowStep{head0_, rows_.visit.begin}; }
+  PANTILE_DEVICE RowStep first_step() const {
+    return RowStep{work().head0, work().rows.visit.begin};
+  }
 
   PANTILE_DEVICE RowStep next(RowStep step) const {
-    const bool wraps = step.tile + 1 == rows_.visit.end;
-    return RowStep{step.head + (wraps ? 1 : 0), wraps ? rows_.visit.begin : step.tile + 1};
+    const core::Span tiles = work().rows.visit;
+    const bool wraps = step.tile + 1 == tiles.end;
+    return RowStep{step.head + (wraps ? 1 : 0), wraps ? tiles.begin : step.tile + 1};
   }
 
   // Which share of the columns this warp owns.
@@ -119,10 +110,10 @@ class BackwardBlock {
     const typename Config::VCopy v_copy(params_.head_dim_v);
     const tile::HeadRows k = key_rows(params_.k, block);
     const tile::HeadRows v = key_rows(params_.v, block);
-    const int existing = mask_.keys - key0_;
-    k_copy.copy_ragged(prim::shared_address(storage_.k), k_copy.source(k, key0_),
+    const int existing = work().mask.keys - work().key0;
+    k_copy.copy_ragged(prim::shared_address(storage_.k), k_copy.source(k, work().key0),
                        k.stride * Config::KCopy::kPassRows * 2, existing);
-    v_copy.copy_ragged(prim::shared_address(storage_.v), v_copy.source(v, key0_),
+    v_copy.copy_ragged(prim::shared_address(storage_.v), v_copy.source(v, work().key0),
                        v.stride * Config::VCopy::kPassRows * 2, existing);
   }
 
@@ -130,9 +121,9 @@ class BackwardBlock {
   PANTILE_DEVICE void fetch_rows(RowStep step, int stage_index) {
     Stage& stage = storage_.stages[stage_index];
     const int first = step.tile * kTileQ;
-    const int existing = mask_.rows - first;
-    const tile::HeadRows q = head_rows(params_.q, queries_, step.head);
-    const tile::HeadRows grad_o = head_rows(params_.grad_o, queries_, step.head);
+    const int existing = work().mask.rows - first;
+    const tile::HeadRows q = head_rows(params_.q, work().queries, step.head);
+    const tile::HeadRows grad_o = head_rows(params_.grad_o, work().queries, step.head);
     q_copy().copy_ragged(prim::shared_address(stage.q), q_copy().source(q, first),
                          q.stride * Config::QCopy::kPassRows * 2, existing);
     grad_copy().copy_ragged(prim::shared_address(stage.grad_o), grad_copy().source(grad_o, first),
@@ -160,8 +151,8 @@ class BackwardBlock {
                       spread<kRowTiles, kSlots>(
                           slot, [&](int j) { exponentials(s, j, stage.row_terms[0] + first_row); });
                     });
-    if (key0_ + kTileK > mask_.keys || step.tile < rows_.full.begin ||
-        step.tile >= rows_.full.end) {
+    if (work().key0 + kTileK > work().mask.keys || step.tile < work().rows.full.begin ||
+        step.tile >= work().rows.full.end) {
       hide(s, dp, step.tile * kTileQ + first_row);
     }
 #pragma unroll
@@ -312,6 +303,26 @@ class BackwardBlock {
     return block;
   }
 
+  PANTILE_DEVICE static BackwardWork describe(const BackwardParams& params) {
+    const KeyBlock block = locate(params, static_cast<int>(blockIdx.x));
+    BackwardWork work;
+    work.key0 = block.tile * kTileK;
+    work.mask = block.part.mask;
+    work.rows = core::TilePlan{{0, 0}, {0, 0}};
+    if (work.key0 < work.mask.keys) {
+      work.rows = core::plan_key_tile(
+          work.mask, core::Span{work.key0, core::min_of(work.key0 + kTileK, work.mask.keys)},
+          kTileQ);
+    }
+    work.queries = block.queries;
+    work.queries.first += block.part.first_row;
+    work.head0 = block.key_head * params.group;
+    work.row_number0 = params.row_tiles.first(block.queries.batch);
+    return work;
+  }
+
+  PANTILE_DEVICE const BackwardWork& work() const { return storage_.work; }
+
   // Rows of the attended keys.
   PANTILE_DEVICE static tile::HeadRows key_rows(const Operand& x, const KeyBlock& block) {
     SequenceRows keys = block.keys;
@@ -327,7 +338,7 @@ class BackwardBlock {
   }
 
   PANTILE_DEVICE std::int64_t row_index(RowStep step) const {
-    return step.head * params_.row_tile_count + row_number0_ + step.tile;
+    return step.head * params_.row_tile_count + work().row_number0 + step.tile;
   }
 
   template <int kTiles>
@@ -409,7 +420,7 @@ class BackwardBlock {
   // ones. Both, because the product of a zero and what a hidden row or key holds may be a NaN.
   PANTILE_DEVICE void hide(Scores& p, Scores& dp, int first_row) const {
     const Place place;
-    const int key0 = key0_ + place.key_warp * Config::kWarpKeys + place.lane / 4;
+    const int key0 = work().key0 + place.key_warp * Config::kWarpKeys + place.lane / 4;
     const int column0 = first_row + place.lane % 4 * 2;
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
@@ -417,7 +428,7 @@ class BackwardBlock {
       for (int r = 0; r < 2; ++r) {
         const int key = key0 + m * 16 + r * 8;
         const core::Span seen =
-            key < mask_.keys ? core::visible_rows(mask_, key) : core::Span{0, 0};
+            key < work().mask.keys ? core::visible_rows(work().mask, key) : core::Span{0, 0};
         const int begin = seen.begin - column0;
         const int end = seen.end - column0;
 #pragma unroll
@@ -533,12 +544,6 @@ class BackwardBlock {
 
   const BackwardParams& params_;
   Storage& storage_;
-  int key0_;              // of the attended keys
-  core::Mask mask_;       // of the attended part
-  core::TilePlan rows_;   // row tiles that see the block's keys
-  SequenceRows queries_;  // attended
-  int head0_;             // first query head
-  int row_number0_;       // number of row tile 0
   float grad_k_[kKeyTiles][Config::kColumnsK / 8][4];
   float grad_v_[kKeyTiles][Config::kColumnsV / 8][4];
 };

@@ -101,10 +101,13 @@ struct BackwardTile {
 // Per row: minus LSE, minus delta, and the scale of integer sums (backward_rows.cuh).
 inline constexpr int kRowTerms = 3;
 
+inline constexpr int kBackwardWorkBytes = 128;  // storage.cuh
+
 constexpr int backward_shared_bytes(const BackwardTile& tile, int head_dim, int head_dim_v) {
   const int weights = tile.column_warps > 1 ? 2 : 1;  // dS, and P if it is shared
   return 2 * (tile.tile_k + tile.stages * tile.tile_q) * (head_dim + head_dim_v) +
-         2 * weights * tile.tile_k * tile.tile_q + 4 * tile.stages * kRowTerms * tile.tile_q;
+         2 * weights * tile.tile_k * tile.tile_q + 4 * tile.stages * kRowTerms * tile.tile_q +
+         kBackwardWorkBytes;
 }
 
 constexpr BackwardTile backward_tile(int head_dim, SharedClass shared) {
@@ -116,6 +119,8 @@ constexpr BackwardTile backward_tile(int head_dim, SharedClass shared) {
       return small ? BackwardTile{64, 64, 4, 1, 1, 2, 1, 2}
                    : BackwardTile{64, 128, 4, 1, 2, 2, large ? 2 : 1, 2};
     case 96:
+      return small ? BackwardTile{64, 64, 4, 1, 1, 2, 1, 1}
+                   : BackwardTile{64, 128, 8, 1, 1, 4, 2, 1};
     case 128:
       return small ? BackwardTile{64, 64, 2, 2, 1, 2, 1, 1}
                    : BackwardTile{64, 128, 4, 2, 1, 2, 2, 1};

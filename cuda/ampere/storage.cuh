@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "ampere/config.h"
+#include "ampere/operand.cuh"
+#include "core/geometry.h"
 
 namespace pantile::ampere {
 
@@ -16,6 +18,17 @@ struct ForwardStorage {
   // Q; at the end each warp turns the rows it owns into O on their way to global memory.
   alignas(128) std::uint16_t q[Config::kTileQ * Config::kHeadDim];
   Stage stages[Config::kStages];
+};
+
+// What a block of the backward works on. It lies in shared memory because the loop has no registers
+// left for what it needs once a step.
+struct BackwardWork {
+  int key0;              // first key, of the attended ones (common/attended.h)
+  core::Mask mask;       // of the attended part
+  core::TilePlan rows;   // tiles of attended rows that see the block's keys
+  SequenceRows queries;  // the attended ones
+  int head0;             // first query head
+  int row_number0;       // number of row tile 0
 };
 
 template <class Config>
@@ -32,6 +45,7 @@ struct BackwardStorage {
   // dS and, if warps share it, P. Transposed: one row a key, one column a query row.
   alignas(
       128) std::uint16_t weights[Config::kSharesWeights ? 2 : 1][Config::kTileK * Config::kTileQ];
+  alignas(kBackwardWorkBytes) BackwardWork work;
 };
 
 }  // namespace pantile::ampere
