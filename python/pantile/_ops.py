@@ -195,7 +195,8 @@ class _Attention(torch.autograd.Function):
     """First derivatives, in eager mode and in traced graphs.
 
     ``call`` is (settings, deterministic, checked, direct, wants_lse); ``direct`` calls the kernels
-    without the dispatcher, for the short cut below. One tuple, because every argument costs time.
+    without the dispatcher, for the short cut below. One tuple, and lse as an output only when it is
+    wanted, because every argument and output costs time.
     """
 
     @staticmethod
@@ -212,12 +213,10 @@ class _Attention(torch.autograd.Function):
             ctx.save_for_backward(q, k, v, o, lse, *settings[:_LENGTHS_COUNT])
         ctx.call = (settings[_LENGTHS_COUNT:], deterministic, direct)
         ctx.set_materialize_grads(False)
-        if not wants_lse:
-            ctx.mark_non_differentiable(lse)
-        return o, lse
+        return (o, lse) if wants_lse else o
 
     @staticmethod
-    def backward(ctx, grad_o, grad_lse):
+    def backward(ctx, grad_o, grad_lse=None):
         if grad_o is None and grad_lse is None:
             return None, None, None, None
         settings, deterministic, direct = ctx.call
@@ -495,9 +494,8 @@ def attention(q, k, v, settings, deterministic, checked, return_lse):
     if _takes_short_cut(*operands):
         if _records(q, k, v):
             call = (settings, deterministic, checked, True, return_lse)
-            o, lse = _apply_directly(q, k, v, call)
-        else:
-            o, lse = _run_forward(q, k, v, settings, checked, return_lse)
+            return _apply_directly(q, k, v, call)
+        o, lse = _run_forward(q, k, v, settings, checked, return_lse)
         return (o, lse) if return_lse else o
     if not _is_compiling():
         prepare(q, k, v, settings[:_LENGTHS_COUNT])

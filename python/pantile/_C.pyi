@@ -1,0 +1,102 @@
+# ruff: noqa: N999 (the underscore says that it is internal)
+"""The compiled module (python/bindings). Internal: pantile's public functions stand in front of it.
+
+Tensors are torch tensors or NumPy arrays. ``forward`` and ``backward`` write into tensors that are
+already allocated, and answer 0 when they ran, or the bits of the inputs that must be copied first.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+__version__: str
+
+class UnsupportedError(NotImplementedError): ...
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any | None,
+    cu_seqlens_q: Any | None,
+    cu_seqlens_k: Any | None,
+    seqused_q: Any | None,
+    seqused_k: Any | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None,
+    window_left: int,
+    window_right: int,
+    backend: str,
+) -> int:
+    """Copy bits: q 1, k 2, v 4."""
+
+def backward(
+    grad_o: Any,
+    grad_lse: Any | None,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    grad_q: Any,
+    grad_k: Any,
+    grad_v: Any,
+    cu_seqlens_q: Any | None,
+    cu_seqlens_k: Any | None,
+    seqused_q: Any | None,
+    seqused_k: Any | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None,
+    window_left: int,
+    window_right: int,
+    backend: str,
+    deterministic: bool,
+) -> int:
+    """Copy bits: q 1, k 2, v 4, grad_o 8, o 16, lse 32, grad_lse 64."""
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any | None,
+    cu_seqlens_k: Any | None,
+    seqused_q: Any | None,
+    seqused_k: Any | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None,
+    window_left: int,
+    window_right: int,
+    backend: str,
+    deterministic: bool,
+) -> tuple[dict, dict]:
+    """Forward and backward, in the fields of pantile.PassExplanation."""
+
+def check_sequences(
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    seqused_q: Any | None,
+    seqused_k: Any | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    total_q: int,
+    total_k: int,
+) -> None:
+    """Checks the contents of arrays in host memory."""
+
+def kernels() -> list[dict]: ...
+def devices() -> tuple[list[dict], str]: ...
+def build_info() -> str: ...
+def set_torch(
+    tensor_type: type,
+    exchange: Any | None,
+    describe: Callable,
+    current_stream: Callable,
+    lend_workspace: Callable,
+    thread_count: int,
+) -> None: ...
+def set_cpu_threads(threads: int) -> None: ...
+def set_parallel_for(address: int) -> None: ...
+def set_plan_log(log: Callable[[str], object] | None) -> None: ...
