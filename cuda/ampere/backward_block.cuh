@@ -192,19 +192,18 @@ class BackwardBlock {
   // ---- dV += P^T dO, dK += dS^T Q
 
   PANTILE_DEVICE void add_values(const Weights& p, int stage, int first_row) {
-    const std::uint32_t lane =
-        columns_lane<VRows, Config::kColumnsV>(storage_.stages[stage].grad_o);
+    const auto columns = own_columns<VRows, Config::kColumnsV>(storage_.stages[stage].grad_o);
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
-      accumulate<VRows>(grad_v_, p[group], lane, first_row / 16 + group);
+      accumulate(grad_v_, p[group], columns, first_row / 16 + group);
     }
   }
 
   PANTILE_DEVICE void add_keys(const Weights& grad_s, int stage, int first_row) {
-    const std::uint32_t lane = columns_lane<KRows, Config::kColumnsK>(storage_.stages[stage].q);
+    const auto columns = own_columns<KRows, Config::kColumnsK>(storage_.stages[stage].q);
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
-      accumulate<KRows>(grad_k_, grad_s[group], lane, first_row / 16 + group);
+      accumulate(grad_k_, grad_s[group], columns, first_row / 16 + group);
     }
   }
 
@@ -228,22 +227,23 @@ class BackwardBlock {
     const Place place;
     const int row_warp = place.warp % Config::kGradRowWarps;
     const int column_warp = place.warp / Config::kGradRowWarps;
-    const std::uint32_t grad_s = prim::shared_address(storage_.weights[0]) +
-                                 WeightRows::lane_offset_columns_first(place.lane);
-    const std::uint32_t k =
-        prim::shared_address(storage_.k) + KRows::lane_offset_rows_first(place.lane);
+    const tile::ColumnShare<WeightRows, Config::kGradRows> rows(
+        prim::shared_address(storage_.weights[0]) +
+            WeightRows::lane_offset_columns_first(place.lane),
+        row_warp);
+    const tile::ColumnShare<KRows, Config::kGradColumns> columns(
+        prim::shared_address(storage_.k) + KRows::lane_offset_rows_first(place.lane), column_warp);
 #pragma unroll
     for (int group = 0; group < kTileK / 16; ++group) {
       std::uint32_t a[kMTiles][4];
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
-        prim::load_matrix_x4_transposed(a[m],
-                                        WeightRows::step(grad_s, group, row_warp * kMTiles + m));
+        prim::load_matrix_x4_transposed(a[m], rows.step(group, m));
       }
 #pragma unroll
       for (int n = 0; n < kNTiles / 2; ++n) {
         std::uint32_t b[4];
-        prim::load_matrix_x4_transposed(b, KRows::step(k, group, column_warp * (kNTiles / 2) + n));
+        prim::load_matrix_x4_transposed(b, columns.step(group, n));
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
           prim::mma_add<kDType>(grad_q[m][2 * n], a[m], b[0], b[1]);
@@ -444,23 +444,23 @@ class BackwardBlock {
     }
   }
 
-  // What this lane passes to ldmatrix.trans for the columns that its warp owns.
+  // For ldmatrix.trans: the columns of a tile of rows that this warp owns.
   template <class Rows, int kColumns>
-  PANTILE_DEVICE static std::uint32_t columns_lane(const std::uint16_t* tile) {
+  PANTILE_DEVICE static tile::ColumnShare<Rows, kColumns> own_columns(const std::uint16_t* tile) {
     const Place place;
-    return Rows::step(prim::shared_address(tile) + Rows::lane_offset_rows_first(place.lane), 0,
-                      place.column_warp * (kColumns / 16));
+    return tile::ColumnShare<Rows, kColumns>(
+        prim::shared_address(tile) + Rows::lane_offset_rows_first(place.lane), place.column_warp);
   }
 
-  // sums += a * (16 rows of the tile), for the columns from the lane's on.
-  template <class Rows, int kColumnTiles>
+  // sums += a * (16 rows of a tile)
+  template <int kColumnTiles, class Columns>
   PANTILE_DEVICE static void accumulate(float (&sums)[kKeyTiles][kColumnTiles][4],
-                                        const std::uint32_t (&a)[kKeyTiles][4], std::uint32_t lane,
-                                        int row16) {
+                                        const std::uint32_t (&a)[kKeyTiles][4],
+                                        const Columns& columns, int row16) {
 #pragma unroll
     for (int n = 0; n < kColumnTiles / 2; ++n) {
       std::uint32_t b[4];
-      prim::load_matrix_x4_transposed(b, Rows::step(lane, row16, n));
+      prim::load_matrix_x4_transposed(b, columns.step(row16, n));
 #pragma unroll
       for (int m = 0; m < kKeyTiles; ++m) {
         prim::mma_add<kDType>(sums[m][2 * n], a[m], b[0], b[1]);
@@ -476,7 +476,7 @@ class BackwardBlock {
     const std::uint32_t a_lane = prim::shared_address(shared_weights) +
                                  place.key_warp * Config::kWarpKeys * WeightRows::kRowBytes +
                                  WeightRows::lane_offset_rows_first(place.lane);
-    const std::uint32_t b_lane = columns_lane<Rows, kColumns>(rows);
+    const auto columns = own_columns<Rows, kColumns>(rows);
 #pragma unroll
     for (int group = 0; group < kTileQ / 16; ++group) {
       std::uint32_t a[kKeyTiles][4];
@@ -484,7 +484,7 @@ class BackwardBlock {
       for (int m = 0; m < kKeyTiles; ++m) {
         prim::load_matrix_x4(a[m], WeightRows::step(a_lane, m, group));
       }
-      accumulate<Rows>(sums, a, b_lane, group);
+      accumulate(sums, a, columns, group);
     }
   }
 

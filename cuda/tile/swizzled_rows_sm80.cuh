@@ -48,4 +48,24 @@ struct SwizzledRows {
   }
 };
 
+// What a lane passes to ldmatrix in one of several equal shares of a tile's columns.
+template <class Rows, int kColumns>
+class ColumnShare {
+  // Shares of 2^k chunks begin where the XOR of a share and a step is their sum.
+  static constexpr bool kAligned = (kColumns / 8 & (kColumns / 8 - 1)) == 0;
+
+ public:
+  PANTILE_DEVICE ColumnShare(std::uint32_t lane_address, int share)
+      : first_(share * (kColumns / 16)),
+        lane_address_(kAligned ? Rows::step(lane_address, 0, first_) : lane_address) {}
+
+  PANTILE_DEVICE std::uint32_t step(int row16, int column16) const {
+    return Rows::step(lane_address_, row16, kAligned ? column16 : first_ + column16);
+  }
+
+ private:
+  int first_;  // in units of 16 columns
+  std::uint32_t lane_address_;
+};
+
 }  // namespace pantile::tile
