@@ -12,8 +12,9 @@
 #include "prim/cp_async.cuh"
 #include "prim/matrix.cuh"
 #include "prim/mma_sync.cuh"
+#include "prim/nonfinite.cuh"
 #include "prim/special_registers.cuh"
-#include "tile/nonfinite_sm80.cuh"
+#include "prim/unpack.cuh"
 #include "tile/row_copy_sm80.cuh"
 #include "tile/swizzled_rows_sm80.cuh"
 
@@ -199,16 +200,17 @@ class ForwardBlock {
     for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
 #pragma unroll 1
       for (int key = 0; key < kTileK; ++key) {
-        const std::uint16_t* const at = v + VRows::offset(key, j) / 2 + pair;
-        const float low = tile::nonfinite_or_zero<kDType>(at[0]);
-        const float high = tile::nonfinite_or_zero<kDType>(at[1]);
-        if (low != 0.0f || high != 0.0f) {
+        const std::uint32_t both =
+            *reinterpret_cast<const std::uint32_t*>(v + VRows::offset(key, j) / 2 + pair);
+        const std::uint32_t bad = both ^ prim::zero_nonfinite<kDType>(both);  // the rest is 0
+        if (bad != 0) {
+          const float2 x = prim::unpack<kDType>(bad);
 #pragma unroll
           for (int i = 0; i < 2 * kRowTiles; ++i) {
             const core::Span seen = seen_keys(row + i * 8);
             if (n * kTileK + key >= seen.begin && n * kTileK + key < seen.end) {
-              softmax.o[i / 2][j][i % 2 * 2] += low;
-              softmax.o[i / 2][j][i % 2 * 2 + 1] += high;
+              softmax.o[i / 2][j][i % 2 * 2] += x.x;
+              softmax.o[i / 2][j][i % 2 * 2 + 1] += x.y;
             }
           }
         }

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "core/sequence.h"
+#include "driver.h"
 #include "pantile/problem.h"
 #include "pantile/status.h"
 
@@ -25,23 +26,21 @@ inline core::SequenceSide key_side(const ForwardProblem& p, const ForwardTensors
   return side;
 }
 
-inline Status device_error(cudaError_t error) {
-  return Status::error(StatusCode::device_error, "CUDA: %s", cudaGetErrorString(error));
-}
-
+// `name` is for the error. The kernel's own limit on shared memory is raised where needed.
 template <class Params>
-Status launch(void (*kernel)(Params), int blocks, int threads, int shared_bytes,
+Status launch(const char* name, void (*kernel)(Params), int blocks, int threads, int shared_bytes,
               cudaStream_t stream, const Params& params) {
-  cudaError_t error = cudaSuccess;
   if (shared_bytes > 48 * 1024) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    const Status status = cuda::check(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+        name);
+    if (!status.ok()) {
+      return status;
+    }
   }
-  if (error == cudaSuccess) {
-    kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads),
-             static_cast<std::size_t>(shared_bytes), stream>>>(params);
-    error = cudaGetLastError();
-  }
-  return error == cudaSuccess ? Status() : device_error(error);
+  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads),
+           static_cast<std::size_t>(shared_bytes), stream>>>(params);
+  return cuda::check(cudaGetLastError(), name);
 }
 
 }  // namespace pantile::ampere

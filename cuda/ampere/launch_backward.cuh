@@ -18,8 +18,8 @@
 #include "ampere/backward_workspace.h"
 #include "ampere/launch.cuh"
 #include "ampere/order.h"
-#include "common/device_scope.h"
 #include "core/softmax_state.h"
+#include "driver.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
 #include "pantile/status.h"
@@ -52,16 +52,17 @@ class BackwardCall {
       status = bound_keys<kDType>();
     }
     if (status.ok() && has_rows) {
-      status = launch(prepare_rows<Config, kDType>, row_blocks, kRowThreads, 0, stream_,
-                      prepare_params());
+      status = launch("ampere prepare_rows", prepare_rows<Config, kDType>, row_blocks, kRowThreads,
+                      0, stream_, prepare_params());
     }
     if (status.ok() && has_keys) {
-      status = launch(backward_kernel<Config, kDType, kMask>, plan_.blocks, Config::kThreads,
-                      static_cast<int>(sizeof(BackwardStorage<Config>)), stream_, main_params());
+      status = launch("ampere backward", backward_kernel<Config, kDType, kMask>, plan_.blocks,
+                      Config::kThreads, static_cast<int>(sizeof(BackwardStorage<Config>)), stream_,
+                      main_params());
     }
     if (status.ok() && has_rows) {
-      status =
-          launch(finish_rows<Config, kDType>, row_blocks, kRowThreads, 0, stream_, finish_params());
+      status = launch("ampere finish_rows", finish_rows<Config, kDType>, row_blocks, kRowThreads, 0,
+                      stream_, finish_params());
     }
     return status;
   }
@@ -169,14 +170,16 @@ class BackwardCall {
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
     params.bounds = at<std::uint32_t>(offsets_.key_bounds);
     const std::size_t bytes = static_cast<std::size_t>(forward_.batch * forward_.heads_k) * 8;
-    const cudaError_t error = cudaMemsetAsync(params.bounds, 0, bytes, stream_);
-    if (error != cudaSuccess) {
-      return device_error(error);
+    const Status status =
+        cuda::check(cudaMemsetAsync(params.bounds, 0, bytes, stream_), "cudaMemsetAsync");
+    if (!status.ok()) {
+      return status;
     }
     const std::int64_t tiles =
         common::tile_numbers(forward_.packed_k, counted, forward_.batch, plan_.tile_k);
-    return launch(common::bound_keys<kDType>, static_cast<int>(tiles * forward_.heads_k),
-                  common::kPrepareThreads, 0, stream_, params);
+    return launch("bound_keys", common::bound_keys<kDType>,
+                  static_cast<int>(tiles * forward_.heads_k), common::kPrepareThreads, 0, stream_,
+                  params);
   }
 
   const BackwardPlan& plan_;
@@ -203,9 +206,9 @@ Status run_backward_tile(const BackwardCall& call) {
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
 Status launch_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
                        void* stream) {
-  const common::DeviceScope device(plan.device.device.index);
-  if (device.error() != cudaSuccess) {
-    return device_error(device.error());
+  const cuda::DeviceGuard device(plan.device.device.index);
+  if (!device.status().ok()) {
+    return device.status();
   }
   const BackwardCall call(plan, tensors, workspace, static_cast<cudaStream_t>(stream));
   switch (shared_class(plan.device.smem_optin_bytes)) {

@@ -8,8 +8,8 @@
 #include "ampere/forward.cuh"
 #include "ampere/launch.cuh"
 #include "ampere/order.h"
-#include "common/device_scope.h"
 #include "core/softmax_state.h"
+#include "driver.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
 #include "pantile/status.h"
@@ -52,8 +52,8 @@ Status launch_forward_tile(ForwardParams params, int blocks, cudaStream_t stream
   params.v_pass_bytes = params.v.seq * Config::VCopy::kPassRows * 2;
   params.k_tile_bytes = params.k.seq * kTile.tile_k * 2;
   params.v_tile_bytes = params.v.seq * kTile.tile_k * 2;
-  return launch(forward_kernel<Config, kDType, kMask>, blocks, Config::kThreads, kSharedBytes,
-                stream, params);
+  return launch("ampere forward", forward_kernel<Config, kDType, kMask>, blocks, Config::kThreads,
+                kSharedBytes, stream, params);
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
@@ -63,9 +63,9 @@ Status launch_forward(const ForwardPlan& plan, const ForwardTensors& tensors, vo
   if (plan.blocks == 0) {
     return Status();
   }
-  const common::DeviceScope device(plan.device.device.index);
-  if (device.error() != cudaSuccess) {
-    return device_error(device.error());
+  const cuda::DeviceGuard device(plan.device.device.index);
+  if (!device.status().ok()) {
+    return device.status();
   }
   const ForwardParams params = forward_params(plan, tensors);
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);

@@ -7,8 +7,8 @@
 
 #include "pantile/dtype.h"
 #include "prim/cp_async.cuh"
+#include "prim/nonfinite.cuh"
 #include "prim/special_registers.cuh"
-#include "tile/nonfinite_sm80.cuh"
 #include "tile/swizzled_rows_sm80.cuh"
 
 namespace pantile::tile {
@@ -69,18 +69,12 @@ class RowCopy {
     });
   }
 
-  // Whether this thread's part of the tile holds an infinity or a NaN.
+  // Whether this warp's part of the tile holds an infinity or a NaN.
   template <DType kDType>
   PANTILE_DEVICE bool holds_nonfinite(const void* tile) const {
-    NonfiniteSearch<kDType> search;
-    for_own_chunks([&](int offset, int) {
-      const uint4 chunk = at(tile, offset);
-      search.add(chunk.x);
-      search.add(chunk.y);
-      search.add(chunk.z);
-      search.add(chunk.w);
-    });
-    return search.found();
+    prim::NonFiniteScan<kDType> scan;
+    for_own_chunks([&](int offset, int) { scan.add(at(tile, offset)); });
+    return scan.any();
   }
 
   // Replaces infinities and NaNs in this thread's part of the tile by zeros.
@@ -88,8 +82,8 @@ class RowCopy {
   PANTILE_DEVICE void clear_nonfinite(void* tile) const {
     for_own_chunks([&](int offset, int) {
       uint4& chunk = at(tile, offset);
-      chunk = uint4{finite_or_zero<kDType>(chunk.x), finite_or_zero<kDType>(chunk.y),
-                    finite_or_zero<kDType>(chunk.z), finite_or_zero<kDType>(chunk.w)};
+      chunk = uint4{prim::zero_nonfinite<kDType>(chunk.x), prim::zero_nonfinite<kDType>(chunk.y),
+                    prim::zero_nonfinite<kDType>(chunk.z), prim::zero_nonfinite<kDType>(chunk.w)};
     });
   }
 
