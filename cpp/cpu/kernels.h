@@ -20,9 +20,7 @@ namespace pantile::cpu {
 inline constexpr int kForwardRows = 48;
 inline constexpr int kForwardKeys = 96;
 inline constexpr int kBackwardRows = 96;
-inline constexpr int kBackwardKeys = 48;     // keys whose scores are in L1 at one time
-inline constexpr int kBackwardSubtiles = 4;  // of kBackwardKeys each, in one work item
-inline constexpr int kBackwardItemKeys = kBackwardKeys * kBackwardSubtiles;
+inline constexpr int kBackwardKeys = 48;
 inline constexpr int kColumnPad = 16;  // rows of tiles in scratch memory are whole vectors
 
 // One of q, k, v, o and their gradients.
@@ -61,11 +59,12 @@ struct BackwardJob : Job {
   Operand grad_o, grad_q, grad_k, grad_v;
   RowValues lse, grad_lse;
   core::TileOrder row_order;  // tiles of kBackwardRows rows
-  core::TileOrder key_order;  // tiles of kBackwardItemKeys keys; ascending, see `turns`
+  core::TileOrder key_order;  // tiles of item_keys keys; ascending, see `turns`
+  int item_keys = 0;          // a multiple of kBackwardKeys
 
   // In the workspace, shared by all threads.
   RowValues delta;  // rowsum(dO * O) - dLSE
-  Operand sum_q;    // dQ in f32, not yet scaled; grad_q itself when that is f32
+  Operand sum_q;    // dQ in f32, not yet scaled
   // A row tile's dQ is summed over key tiles in ascending order: its turn is the key tile that may
   // add next. Work items are handed out in ascending order, so whoever is waited for is running.
   std::int32_t* turns = nullptr;  // [batch][heads_q][row_tiles]
@@ -129,23 +128,21 @@ PANTILE_HD ForwardScratch forward_scratch(const ForwardJob& job, void* base) {
 }
 
 struct BackwardScratch {
-  void* keys;            // K tile, A operand [kBackwardItemKeys][dim]
-  void* keys_summed;     // K tile, B operand summed over keys [kBackwardItemKeys][dim]
-  void* values;          // V tile, A operand [kBackwardItemKeys][dim_v]
-  void* queries;         // Q^T, B operand [dim][kBackwardRows]
+  void* keys;            // K^T, for each subtile a B operand [dim][kBackwardKeys]
+  void* keys_summed;     // K, B operand summed over keys [item_keys][dim]
+  void* values;          // V^T, for each subtile a B operand [dim_v][kBackwardKeys]
+  void* queries;         // Q, A operand [kBackwardRows][dim]
   void* queries_summed;  // Q, B operand summed over rows [kBackwardRows][dim]
-  void* grads;           // dO^T, B operand [dim_v][kBackwardRows]
+  void* grads;           // dO, A operand [kBackwardRows][dim_v]
   void* grads_summed;    // dO, B operand summed over rows [kBackwardRows][dim_v]
-  void* pairs_p;         // P^T in pairs along rows [kBackwardKeys][kBackwardRows / 2]
-  void* pairs_ds;        // dS^T in pairs along rows [kBackwardKeys][kBackwardRows / 2]
-  void* pairs_ds_keys;   // dS^T in pairs along keys [kBackwardKeys / 2][kBackwardRows]
-  float* scores;         // S^T, then P^T [kBackwardKeys][kBackwardRows]
-  float* grad_scores;    // dP^T, then dS^T [kBackwardKeys][kBackwardRows]
-  float* grad_keys;      // dK [kBackwardItemKeys][dim]
-  float* grad_values;    // dV [kBackwardItemKeys][dim_v]
+  void* pairs_p;         // P in pairs along rows [kBackwardRows / 2][kBackwardKeys]
+  void* pairs_ds;        // dS in pairs along rows [kBackwardRows / 2][kBackwardKeys]
+  void* pairs_ds_keys;   // dS in pairs along keys [kBackwardRows][kBackwardKeys / 2]
+  float* scores;         // S, then P [kBackwardRows][kBackwardKeys]
+  float* grad_scores;    // dP, then dS [kBackwardRows][kBackwardKeys]
+  float* grad_keys;      // dK [item_keys][dim]
+  float* grad_values;    // dV [item_keys][dim_v]
   float* grad_queries;   // this item's share of a dQ tile [kBackwardRows][dim]
-  float* lse;            // [kBackwardRows]; +inf where P is 0
-  float* delta;          // [kBackwardRows]
   std::size_t bytes;
 };
 
@@ -155,9 +152,9 @@ PANTILE_HD BackwardScratch backward_scratch(const BackwardJob& job, void* base) 
   constexpr std::int64_t kScores = kBackwardKeys * kBackwardRows;
   Carver carver(base);
   BackwardScratch scratch{};
-  scratch.keys = carver.take<float>(kBackwardItemKeys * dim);
-  scratch.keys_summed = carver.take<float>(kBackwardItemKeys * dim);
-  scratch.values = carver.take<float>(kBackwardItemKeys * dim_v);
+  scratch.keys = carver.take<float>(job.item_keys * dim);
+  scratch.keys_summed = carver.take<float>(job.item_keys * dim);
+  scratch.values = carver.take<float>(job.item_keys * dim_v);
   scratch.queries = carver.take<float>(kBackwardRows * dim);
   scratch.queries_summed = carver.take<float>(kBackwardRows * dim);
   scratch.grads = carver.take<float>(kBackwardRows * dim_v);
@@ -167,11 +164,9 @@ PANTILE_HD BackwardScratch backward_scratch(const BackwardJob& job, void* base) 
   scratch.pairs_ds_keys = carver.take<float>(kScores / 2);
   scratch.scores = carver.take<float>(kScores);
   scratch.grad_scores = carver.take<float>(kScores);
-  scratch.grad_keys = carver.take<float>(kBackwardItemKeys * dim);
-  scratch.grad_values = carver.take<float>(kBackwardItemKeys * dim_v);
+  scratch.grad_keys = carver.take<float>(job.item_keys * dim);
+  scratch.grad_values = carver.take<float>(job.item_keys * dim_v);
   scratch.grad_queries = carver.take<float>(kBackwardRows * dim);
-  scratch.lse = carver.take<float>(kBackwardRows);
-  scratch.delta = carver.take<float>(kBackwardRows);
   scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
   return scratch;
 }

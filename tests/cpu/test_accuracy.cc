@@ -106,6 +106,26 @@ TEST_P(Accuracy, RandomCases) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, Accuracy, ::testing::Range(0u, 12u));
 
+// Many heads and keys: the work items of the backward are larger than in small problems.
+TEST(Accuracy, LargeWorkItems) {
+  Shape shape;
+  shape.batch = 4;
+  shape.heads_k = 8;
+  shape.rows = 150;
+  shape.keys = 700;
+  shape.dim = 8;
+  shape.dim_v = 8;
+  shape.right = 40;
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    shape.dtype = dtype;
+    Case c(shape, 4);
+    for (const CpuIsa isa : usable_isas()) {
+      SCOPED_TRACE(std::string(dtype_name(dtype)) + " " + cpu_isa_name(isa));
+      check(c, Target{Backend::cpu, isa, 2});
+    }
+  }
+}
+
 TEST(Reference, GradientsAreThoseOfFiniteDifferences) {
   Shape shape;
   shape.batch = 2;

@@ -1,12 +1,12 @@
 // FlashAttention-2 backward for a tile of keys of one key/value head.
 //
 // Preparation, once for every row: delta = rowsum(dO * O) - dLSE.
-// 1. K and V of the tile are packed; dK and dV start at 0.
+// 1. K, K^T and V^T of the tile are packed; dK and dV start at 0.
 // 2. For every query head of the group, and every row tile that sees a key of the tile, Q and dO
 // are
-//    packed, each both transposed and as it is. Then for every subtile of keys
-//    a. S^T = K Q^T and dP^T = V dO^T, rows along the vector lanes;
-//    b. P^T = exp(S^T - LSE), dS^T = P^T * (dP^T - delta), 0 where the mask hides;
+//    packed. Then for every subtile of keys
+//    a. S = Q K^T and dP = dO V^T, keys along the vector lanes;
+//    b. P = exp(S - LSE), dS = P * (dP - delta), 0 where the mask hides;
 //    c. dV += P^T dO, dK += dS^T Q, and dS K is added up for the row tile.
 //    The row tile's share of dQ is added to the sum over key tiles when its turn comes.
 // 3. dK and dV are scaled and written.
@@ -35,7 +35,6 @@ struct QueryTile {
   int head;
   int index;  // of the tile in its sequence
   Span rows;
-  int vectors;  // of rows
 };
 
 PANTILE_INLINE float rows_product(DType dtype, const Rows& a, const Rows& b, int row) {
@@ -69,7 +68,7 @@ inline void prepare(const BackwardJob& job, int item) {
     return;
   }
   const core::TilePlan plan =
-      core::plan_row_tile(mask_of(job, q.length, k.length), rows, kBackwardItemKeys);
+      core::plan_row_tile(mask_of(job, q.length, k.length), rows, job.item_keys);
   if (plan.visit.empty()) {
     clear_rows(job.dtype, job.grad_q, work.batch, work.head, rows, job.dim);
     return;
@@ -88,177 +87,183 @@ inline void prepare(const BackwardJob& job, int item) {
   }
 }
 
-// Steps 2a's second half, as operands of the products in 2c: P^T and dS^T of two keys.
-PANTILE_INLINE void keep(const Floats (&p)[2], const Floats (&ds)[2], int at,
-                         const BackwardScratch& scratch, FloatMath) {
+// P and dS of kLanes keys of two rows, as operands of the products in step c.
+PANTILE_INLINE void keep(FloatMath, const Floats (&p)[2], const Floats (&ds)[2], int row, int lane,
+                         const BackwardScratch& scratch) {
   for (int i = 0; i < 2; ++i) {
-    store(scratch.scores + at + i * kBackwardRows, p[i]);
-    store(scratch.grad_scores + at + i * kBackwardRows, ds[i]);
+    store(scratch.scores + (row + i) * kBackwardKeys + lane, p[i]);
+    store(scratch.grad_scores + (row + i) * kBackwardKeys + lane, ds[i]);
   }
 }
 #if defined(__AVX512BF16__)
-PANTILE_INLINE void keep(const Floats (&p)[2], const Floats (&ds)[2], int at,
-                         const BackwardScratch& scratch, PairMath) {
+PANTILE_INLINE void keep(PairMath, const Floats (&p)[2], const Floats (&ds)[2], int row, int lane,
+                         const BackwardScratch& scratch) {
+  const int pair = row / 2 * kBackwardKeys + lane;
+  store(static_cast<std::uint32_t*>(scratch.pairs_p) + pair, pair_up(p[0], p[1]));
+  store(static_cast<std::uint32_t*>(scratch.pairs_ds) + pair, pair_up(ds[0], ds[1]));
   for (int i = 0; i < 2; ++i) {
-    const int half = at + i * kBackwardRows;
-    store_bf16(static_cast<std::uint16_t*>(scratch.pairs_p) + half, p[i]);
-    store_bf16(static_cast<std::uint16_t*>(scratch.pairs_ds) + half, ds[i]);
+    store_bf16(
+        static_cast<std::uint16_t*>(scratch.pairs_ds_keys) + (row + i) * kBackwardKeys + lane,
+        ds[i]);
   }
-  const int key = at / kBackwardRows;
-  store(static_cast<std::uint32_t*>(scratch.pairs_ds_keys) + at - key / 2 * kBackwardRows,
-        pair_up(ds[0], ds[1]));
 }
 #endif
 
-// Step b for `keys`: from S^T and dP^T to P^T and dS^T.
+// Keys of a subtile, and what a row tile sees of it.
+struct Subtile {
+  int place;  // first key in the block's scratch arrays
+  Span keys;
+  int vectors;  // of keys
+  bool full;    // no pair is hidden
+};
+
+// Step b: from S and dP to P and dS. `lse` and `delta` are those of the tile's rows.
 template <class Math>
-inline void weigh(const core::Mask& mask, const QueryTile& tile, Span keys, bool full,
-                  const BackwardScratch& scratch) {
+inline void weigh(const core::Mask& mask, const QueryTile& tile, const Subtile& subtile,
+                  const float* lse, const float* delta, const BackwardScratch& scratch) {
   const Ints lanes = lane_numbers();
-  for (int key = 0; key < keys.size(); key += 2) {
-    Span seen[2];
-    for (int i = 0; i < 2; ++i) {
-      const bool exists = key + i < keys.size();
-      seen[i] = !exists ? Span{0, 0}
-                : full  ? tile.rows
-                        : core::visible_rows(mask, keys.begin + key + i);
-      seen[i].end = core::min_of(seen[i].end, tile.rows.end);
+  for (int row = 0; row < tile.rows.size(); row += 2) {
+    Span seen[2] = {{0, 0}, {0, 0}};
+    Floats row_lse[2] = {};
+    Floats row_delta[2] = {};
+    for (int i = 0; i < core::min_of(2, tile.rows.size() - row); ++i) {
+      seen[i] = subtile.full ? subtile.keys : core::visible_keys(mask, tile.rows.begin + row + i);
+      seen[i].end = core::min_of(seen[i].end, subtile.keys.end);
+      // A row of -inf has P = exp(S - inf) = 0.
+      const bool empty = lse[row + i] == -__builtin_huge_valf();
+      row_lse[i] = splat(empty ? __builtin_huge_valf() : lse[row + i]);
+      row_delta[i] = splat(delta[row + i]);
     }
-    for (int v = 0; v < tile.vectors; ++v) {
-      const int row = tile.rows.begin + v * kLanes;
-      const Floats lse = load(scratch.lse + v * kLanes);
-      const Floats delta = load(scratch.delta + v * kLanes);
+    for (int v = 0; v < subtile.vectors; ++v) {
+      const int key = subtile.keys.begin + v * kLanes;
       Floats p[2];
       Floats ds[2];
-      for (int i = 0; i < 2; ++i) {
-        const int at = (key + i) * kBackwardRows + v * kLanes;
-        const Floats s = load(scratch.scores + at);
-        p[i] = exp(s - lse);
-        ds[i] = p[i] * (load(scratch.grad_scores + at) - delta);
-        if (seen[i].begin > row || seen[i].end < row + kLanes) {
-          const Ints visible = (lanes >= seen[i].begin - row) & (lanes < seen[i].end - row);
+      PANTILE_UNROLL for (int i = 0; i < 2; ++i) {
+        const int at = (row + i) * kBackwardKeys + v * kLanes;
+        p[i] = exp(load(scratch.scores + at) - row_lse[i]);
+        ds[i] = p[i] * (load(scratch.grad_scores + at) - row_delta[i]);
+        if (seen[i].begin > key || seen[i].end < key + kLanes) {
+          const Ints visible = (lanes >= seen[i].begin - key) & (lanes < seen[i].end - key);
           p[i] = select(visible, p[i], Floats{});
           ds[i] = select(visible, ds[i], Floats{});
         }
       }
-      keep(p, ds, key * kBackwardRows + v * kLanes, scratch, Math());
+      keep(Math(), p, ds, row, v * kLanes, scratch);
     }
   }
 }
 
-// Steps a to c for one row tile and one subtile of keys, `place` keys into the block.
+// S = Q K^T, or dP with dO, V^T and dP for Q, K^T and S.
 template <class Math>
-struct Subtile {
+inline void score(const QueryTile& tile, const Subtile& subtile, const void* a, const void* b,
+                  int dim, float scale, float* c) {
   using Item = typename Math::Item;
-  const BackwardJob& job;
-  const KeyBlock& block;
-  const QueryTile& tile;
-  const BackwardScratch& scratch;
-  int place;
-  Span keys;
-  bool started;  // the dQ share holds earlier subtiles
+  Product<Math> p{};
+  p.a = static_cast<const Item*>(a);
+  p.lda = padded(dim) / Math::kDepth;
+  p.b = static_cast<const Item*>(b) + subtile.place * p.lda;
+  p.ldb = kBackwardKeys;
+  p.c = c;
+  p.ldc = kBackwardKeys;
+  p.rows = tile.rows.size();
+  p.vectors = subtile.vectors;
+  p.steps = core::ceil_div(dim, Math::kDepth);
+  p.scale = scale;
+  multiply<Math, Start::zero, Walk::along_rows>(p);
+}
 
-  // S^T, or dP^T with V, dO^T and dP^T for K, Q^T and S^T.
-  void score(const void* a, const void* b, int dim, float scale, float* c) const {
-    Product<Math> p{};
-    p.lda = padded(dim) / Math::kDepth;
-    p.a = static_cast<const Item*>(a) + place * p.lda;
-    p.b = static_cast<const Item*>(b);
-    p.b_depth = core::ceil_div(dim, Math::kDepth);
-    p.c = c;
-    p.ldc = kBackwardRows;
-    p.rows = keys.size();
-    p.vectors = tile.vectors;
-    p.steps = p.b_depth;
-    p.scale = scale;
+// dV += P^T dO, or dK += dS^T Q. `not_finite` are the rows of dO or Q if some were dropped.
+template <class Math>
+inline void add_to_keys(const core::Mask& mask, const QueryTile& tile, const Subtile& subtile,
+                        const void* weights, const void* rows, int dim, float* sums,
+                        const Rows* not_finite) {
+  using Item = typename Math::Item;
+  Product<Math> p{};
+  p.a = static_cast<const Item*>(weights);
+  p.lda = kBackwardKeys;
+  p.b = static_cast<const Item*>(rows);
+  p.ldb = padded(dim);
+  p.c = sums + subtile.place * p.ldb;
+  p.ldc = p.ldb;
+  p.rows = subtile.keys.size();
+  p.vectors = padded(dim) / kLanes;
+  p.steps = core::ceil_div(tile.rows.size(), Math::kDepth);
+  multiply<Math, Start::old, Walk::along_columns>(p);
+  if (not_finite != nullptr) {
+    add_not_finite<Walk::along_columns>(p, subtile.keys.size(), *not_finite, [&](int key, int row) {
+      return core::is_visible(mask, tile.rows.begin + row, subtile.keys.begin + key);
+    });
+  }
+}
+
+// The dQ share: dS K, added to that of earlier subtiles unless this is the first. `not_finite` are
+// the rows of the block's K if some were dropped.
+template <class Math>
+inline void add_to_rows(const core::Mask& mask, const QueryTile& tile, const Subtile& subtile,
+                        const void* weights, int dim, bool first, const BackwardScratch& scratch,
+                        const Rows* not_finite) {
+  using Item = typename Math::Item;
+  Product<Math> p{};
+  p.a = static_cast<const Item*>(weights);
+  p.lda = kBackwardKeys / Math::kDepth;
+  p.ldb = padded(dim);
+  p.b = static_cast<const Item*>(scratch.keys_summed) + subtile.place / Math::kDepth * p.ldb;
+  p.c = scratch.grad_queries;
+  p.ldc = p.ldb;
+  p.rows = tile.rows.size();
+  p.vectors = padded(dim) / kLanes;
+  p.steps = core::ceil_div(subtile.keys.size(), Math::kDepth);
+  p.scale = 1.0f;
+  if (first) {
     multiply<Math, Start::zero, Walk::along_rows>(p);
-  }
-
-  bool visible(int row, int key) const {
-    return core::is_visible(block.mask, tile.rows.begin + row, keys.begin + key);
-  }
-
-  // dV += P^T dO, or dK += dS^T Q.
-  void add_to_keys(const void* weights, const void* rows, int dim, float* sums,
-                   const Rows* not_finite) const {
-    Product<Math> p{};
-    p.a = static_cast<const Item*>(weights);
-    p.lda = kBackwardRows / Math::kDepth;
-    p.b = static_cast<const Item*>(rows);
-    p.b_depth = kBackwardRows / Math::kDepth;
-    p.ldc = padded(dim);
-    p.c = sums + place * p.ldc;
-    p.rows = keys.size();
-    p.vectors = padded(dim) / kLanes;
-    p.steps = core::ceil_div(tile.rows.size(), Math::kDepth);
+  } else {
     multiply<Math, Start::old, Walk::along_rows>(p);
-    if (not_finite != nullptr) {
-      add_not_finite<Walk::along_rows>(p, keys.size(), *not_finite,
-                                       [this](int key, int row) { return visible(row, key); });
-    }
   }
+  if (not_finite != nullptr) {
+    add_not_finite<Walk::along_rows>(
+        p, tile.rows.size(), not_finite->part(subtile.place, subtile.keys.size()),
+        [&](int row, int key) {
+          return core::is_visible(mask, tile.rows.begin + row, subtile.keys.begin + key);
+        });
+  }
+}
 
-  // The dQ share: (+)= dS K.
-  void add_to_rows(const void* weights, const Rows* not_finite) const {
-    Product<Math> p{};
-    p.a = static_cast<const Item*>(weights);
-    p.lda = kBackwardRows;
-    p.b = static_cast<const Item*>(scratch.keys_summed);
-    p.b_depth = kBackwardItemKeys / Math::kDepth;
-    p.b_first = place / Math::kDepth;
-    p.c = scratch.grad_queries;
-    p.ldc = padded(job.dim);
-    p.rows = tile.rows.size();
-    p.vectors = padded(job.dim) / kLanes;
-    p.steps = core::ceil_div(keys.size(), Math::kDepth);
-    if (started) {
-      multiply<Math, Start::old, Walk::along_columns>(p);
-    } else {
-      p.scale = 1.0f;
-      multiply<Math, Start::zero, Walk::along_columns>(p);
-    }
-    if (not_finite != nullptr) {
-      Rows rows = *not_finite;
-      rows.data =
-          static_cast<const char*>(rows.data) + place * rows.stride * dtype_bytes(job.dtype);
-      rows.count = keys.size();
-      add_not_finite<Walk::along_columns>(p, tile.rows.size(), rows,
-                                          [this](int row, int key) { return visible(row, key); });
-    }
-  }
+// An operand's rows both as they are (A) and to be summed over (B), which floats do in one array
+// unless some of them are not finite.
+struct PackedRows {
+  const void* as_a;
+  const void* as_b;
+  Rows rows;
+  bool dropped;
+  const Rows* not_finite() const { return dropped ? &rows : nullptr; }
 };
 
-// Rows of an operand of which some values were dropped, or null.
-PANTILE_INLINE const Rows* only_if(bool dropped, const Rows& rows) {
-  return dropped ? &rows : nullptr;
+template <class Math>
+inline PackedRows pack_both(const Rows& rows, void* as_a, void* as_b) {
+  using Item = typename Math::Item;
+  const bool dropped = pack_summed(Math(), static_cast<Item*>(as_b), rows);
+  if (Math::kDepth == 1 && !dropped) {
+    return PackedRows{as_b, as_b, rows, false};
+  }
+  pack_rows(Math(), static_cast<Item*>(as_a), rows, kBackwardRows);
+  return PackedRows{as_a, as_b, rows, dropped};
 }
 
-// Stage 2 for one row tile, but for the sum over key tiles. `keys_not_finite` as in only_if().
+// Stage 2 for one row tile, but for the sum over key tiles. `keys_not_finite` are the block's keys
+// if some of their values were dropped.
 template <class Math>
 inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const QueryTile& tile,
                          const BackwardScratch& scratch, const Rows* keys_not_finite) {
-  using Item = typename Math::Item;
-  const Rows q = rows_of(job.dtype, job.q, block.batch, tile.head, tile.rows, job.dim);
-  const Rows grad_o = rows_of(job.dtype, job.grad_o, block.batch, tile.head, tile.rows, job.dim_v);
-  const int columns = tile.vectors * kLanes;
-  constexpr int kDepth = kBackwardRows / Math::kDepth;
-  pack_transposed(Math(), static_cast<Item*>(scratch.queries), tile.vectors, q, job.scale);
-  pack_transposed(Math(), static_cast<Item*>(scratch.grads), tile.vectors, grad_o, 1.0f);
-  const Rows* const q_not_finite =
-      only_if(pack_summed(Math(), static_cast<Item*>(scratch.queries_summed), kDepth, q), q);
-  const Rows* const grad_o_not_finite = only_if(
-      pack_summed(Math(), static_cast<Item*>(scratch.grads_summed), kDepth, grad_o), grad_o);
+  const PackedRows q =
+      pack_both<Math>(rows_of(job.dtype, job.q, block.batch, tile.head, tile.rows, job.dim),
+                      scratch.queries, scratch.queries_summed);
+  const PackedRows grad_o =
+      pack_both<Math>(rows_of(job.dtype, job.grad_o, block.batch, tile.head, tile.rows, job.dim_v),
+                      scratch.grads, scratch.grads_summed);
   const float* lse = head_values(job.lse, job.q.side, block.batch, tile.head) + tile.rows.begin;
   const float* delta = head_values(job.delta, job.q.side, block.batch, tile.head) + tile.rows.begin;
-  for (int i = 0; i < columns; ++i) {
-    // P = exp(S - inf) = 0 for rows that do not exist and for rows of -inf.
-    const bool exists = i < tile.rows.size();
-    const bool empty = !exists || lse[i] == -__builtin_huge_valf();
-    scratch.lse[i] = empty ? __builtin_huge_valf() : lse[i];
-    scratch.delta[i] = exists ? delta[i] : 0.0f;
-  }
   const bool pairs = Math::kDepth == 2;
-  bool started = false;
+  bool first = true;
   for (int place = 0; place < block.keys.size(); place += kBackwardKeys) {
     const int begin = block.keys.begin + place;
     const Span keys{begin, core::min_of(begin + kBackwardKeys, block.keys.end)};
@@ -266,17 +271,19 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
     if (tile.index < plan.visit.begin || tile.index >= plan.visit.end) {
       continue;
     }
-    const bool full = tile.index >= plan.full.begin && tile.index < plan.full.end;
-    const Subtile<Math> subtile{job, block, tile, scratch, place, keys, started};
-    subtile.score(scratch.keys, scratch.queries, job.dim, job.scale, scratch.scores);
-    subtile.score(scratch.values, scratch.grads, job.dim_v, 1.0f, scratch.grad_scores);
-    weigh<Math>(block.mask, tile, keys, full, scratch);
-    subtile.add_to_keys(pairs ? scratch.pairs_p : scratch.scores, scratch.grads_summed, job.dim_v,
-                        scratch.grad_values, grad_o_not_finite);
-    subtile.add_to_keys(pairs ? scratch.pairs_ds : scratch.grad_scores, scratch.queries_summed,
-                        job.dim, scratch.grad_keys, q_not_finite);
-    subtile.add_to_rows(pairs ? scratch.pairs_ds_keys : scratch.grad_scores, keys_not_finite);
-    started = true;
+    const Subtile subtile{place, keys, core::ceil_div(keys.size(), kLanes),
+                          tile.index >= plan.full.begin && tile.index < plan.full.end};
+    score<Math>(tile, subtile, q.as_a, scratch.keys, job.dim, job.scale, scratch.scores);
+    score<Math>(tile, subtile, grad_o.as_a, scratch.values, job.dim_v, 1.0f, scratch.grad_scores);
+    weigh<Math>(block.mask, tile, subtile, lse, delta, scratch);
+    add_to_keys<Math>(block.mask, tile, subtile, pairs ? scratch.pairs_p : scratch.scores,
+                      grad_o.as_b, job.dim_v, scratch.grad_values, grad_o.not_finite());
+    add_to_keys<Math>(block.mask, tile, subtile, pairs ? scratch.pairs_ds : scratch.grad_scores,
+                      q.as_b, job.dim, scratch.grad_keys, q.not_finite());
+    add_to_rows<Math>(block.mask, tile, subtile,
+                      pairs ? scratch.pairs_ds_keys : scratch.grad_scores, job.dim, first, scratch,
+                      keys_not_finite);
+    first = false;
   }
 }
 
@@ -284,7 +291,7 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
 // key tile stores instead of adding; the last one writes dQ.
 inline void add_share(const BackwardJob& job, const KeyBlock& block, const QueryTile& tile,
                       const BackwardScratch& scratch) {
-  const core::TilePlan plan = core::plan_row_tile(block.mask, tile.rows, kBackwardItemKeys);
+  const core::TilePlan plan = core::plan_row_tile(block.mask, tile.rows, job.item_keys);
   const bool first = block.index == plan.visit.begin;
   const bool last = block.index == plan.visit.end - 1;
   std::int32_t* turn = job.turns +
@@ -334,24 +341,35 @@ inline void write_keys(const BackwardJob& job, const KeyBlock& block, const Oper
   });
 }
 
+// Stage 1. True when K holds values that are not finite.
+template <class Math>
+inline bool pack_keys(const BackwardJob& job, const Rows& k, const Rows& v,
+                      const BackwardScratch& scratch) {
+  using Item = typename Math::Item;
+  for (int place = 0; place < k.count; place += kBackwardKeys) {
+    const int count = core::min_of(kBackwardKeys, k.count - place);
+    pack_transposed(Math(),
+                    static_cast<Item*>(scratch.keys) + place * (padded(k.dim) / Math::kDepth),
+                    kBackwardKeys, k.part(place, count), job.scale);
+    pack_transposed(Math(),
+                    static_cast<Item*>(scratch.values) + place * (padded(v.dim) / Math::kDepth),
+                    kBackwardKeys, v.part(place, count), 1.0f);
+  }
+  return pack_summed(Math(), static_cast<Item*>(scratch.keys_summed), k);
+}
+
 template <class Math>
 inline void stream_rows(const BackwardJob& job, const KeyBlock& block,
                         const BackwardScratch& scratch) {
-  using Item = typename Math::Item;
   const Rows k = rows_of(job.dtype, job.k, block.batch, block.key_head, block.keys, job.dim);
   const Rows v = rows_of(job.dtype, job.v, block.batch, block.key_head, block.keys, job.dim_v);
-  pack_rows(Math(), static_cast<Item*>(scratch.keys), k, kBackwardItemKeys);
-  pack_rows(Math(), static_cast<Item*>(scratch.values), v, kBackwardItemKeys);
-  const Rows* const not_finite =
-      only_if(pack_summed(Math(), static_cast<Item*>(scratch.keys_summed),
-                          kBackwardItemKeys / Math::kDepth, k),
-              k);
+  const Rows* const not_finite = pack_keys<Math>(job, k, v, scratch) ? &k : nullptr;
   const core::TilePlan plan = core::plan_key_tile(block.mask, block.keys, kBackwardRows);
   const int first_head = job.heads.first_query_head(block.key_head);
   for (int head = first_head; head < first_head + job.heads.group(); ++head) {
     for (int t = plan.visit.begin; t < plan.visit.end; ++t) {
       const Span rows{t * kBackwardRows, core::min_of((t + 1) * kBackwardRows, block.mask.rows)};
-      const QueryTile tile{head, t, rows, core::ceil_div(rows.size(), kLanes)};
+      const QueryTile tile{head, t, rows};
       add_row_tile<Math>(job, block, tile, scratch, not_finite);
       add_share(job, block, tile, scratch);
     }
@@ -363,16 +381,16 @@ void backward(const BackwardJob& job, int item, void* memory) {
   const core::WorkTile work = job.key_order.tile(item);
   const Extent q = extent_of(job.q.side, work.batch);
   const Extent k = extent_of(job.k.side, work.batch);
-  const int begin = work.tile * kBackwardItemKeys;
-  const int end = core::min_of(begin + kBackwardItemKeys, k.room);
+  const int begin = work.tile * job.item_keys;
+  const int end = core::min_of(begin + job.item_keys, k.room);
   const KeyBlock block{work.batch, work.head, work.tile, mask_of(job, q.length, k.length),
                        Span{begin, core::min_of(end, k.length)}};
   if (!block.keys.empty()) {
     const BackwardScratch scratch = backward_scratch(job, memory);
-    for (int i = 0; i < kBackwardItemKeys * padded(job.dim); i += kLanes) {
+    for (int i = 0; i < job.item_keys * padded(job.dim); i += kLanes) {
       store(scratch.grad_keys + i, Floats{});
     }
-    for (int i = 0; i < kBackwardItemKeys * padded(job.dim_v); i += kLanes) {
+    for (int i = 0; i < job.item_keys * padded(job.dim_v); i += kLanes) {
       store(scratch.grad_values + i, Floats{});
     }
     stream_rows<Math>(job, block, scratch);

@@ -133,12 +133,12 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
   scores.a = static_cast<const Item*>(scratch.keys) + skip * lda;
   scores.lda = lda;
   scores.b = static_cast<const Item*>(scratch.queries) + tile.place * lda;
-  scores.b_depth = core::ceil_div(job.dim, Math::kDepth);
+  scores.ldb = kForwardRows;
   scores.c = scratch.scores;
   scores.ldc = kForwardRows;
   scores.rows = keys.size();
   scores.vectors = tile.vectors;
-  scores.steps = scores.b_depth;
+  scores.steps = core::ceil_div(job.dim, Math::kDepth);
   scores.scale = job.scale;
   multiply<Math, Start::zero, Walk::along_rows>(scores);
 
@@ -158,9 +158,8 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
   Product<Math> outputs{};
   outputs.a = static_cast<const Item*>(Math::kDepth == 1 ? scratch.scores : scratch.probabilities);
   outputs.lda = kForwardRows;
-  outputs.b = static_cast<const Item*>(scratch.values);
-  outputs.b_depth = kForwardKeys / Math::kDepth;
-  outputs.b_first = skip / Math::kDepth;
+  outputs.b = static_cast<const Item*>(scratch.values) + skip / Math::kDepth * width;
+  outputs.ldb = width;
   outputs.c = scratch.outputs + tile.place * width;
   outputs.ldc = width;
   outputs.rows = tile.rows.size();
@@ -169,10 +168,7 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
   outputs.factor = scratch.row_factor;
   multiply<Math, Start::old_scaled, Walk::along_columns>(outputs);
   if (not_finite != nullptr) {
-    Rows values = *not_finite;
-    values.data =
-        static_cast<const char*>(values.data) + skip * values.stride * dtype_bytes(values.dtype);
-    values.count = keys.size();
+    const Rows values = not_finite->part(skip, keys.size());
     add_not_finite<Walk::along_columns>(outputs, tile.rows.size(), values, [&](int i, int k) {
       return core::is_visible(block.mask, tile.rows.begin + i, keys.begin + k);
     });
@@ -226,7 +222,7 @@ inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
   const int lda = padded(job.dim) / Math::kDepth;
   for (int t = 0; t < row_tiles; ++t) {
     const RowTile tile = row_tile(block, t * kForwardRows);
-    pack_transposed(Math(), static_cast<Item*>(scratch.queries) + tile.place * lda, tile.vectors,
+    pack_transposed(Math(), static_cast<Item*>(scratch.queries) + tile.place * lda, kForwardRows,
                     rows_of(job.dtype, job.q, block.batch, block.head, tile.rows, job.dim),
                     job.scale);
   }
@@ -239,8 +235,7 @@ inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
     const Rows values = rows_of(job.dtype, job.v, block.batch, key_head, keys, job.dim_v);
     pack_rows(Math(), static_cast<Item*>(scratch.keys),
               rows_of(job.dtype, job.k, block.batch, key_head, keys, job.dim), kForwardKeys);
-    const bool dropped = pack_summed(Math(), static_cast<Item*>(scratch.values),
-                                     kForwardKeys / Math::kDepth, values);
+    const bool dropped = pack_summed(Math(), static_cast<Item*>(scratch.values), values);
     for (int t = 0; t < row_tiles; ++t) {
       const RowTile tile = row_tile(block, t * kForwardRows);
       if (k >= tile.plan.visit.begin && k < tile.plan.visit.end) {

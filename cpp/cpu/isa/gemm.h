@@ -42,16 +42,12 @@ enum class Start { zero, old, old_scaled };
 // A(i, k) is a[i * lda + k] or a[k * lda + i].
 enum class Walk { along_rows, along_columns };
 
-// B is stored in panels as wide as the register blocks that read them, one after the other. Each is
-// contiguous: rows of a power of two would share a few sets of the L1 cache.
 template <class Math>
 struct Product {
   const typename Math::Item* a;
   std::int64_t lda;
-  const typename Math::Item*
-      b;  // panels of `b_depth` rows, of which row `b_first` is the first used
-  int b_depth;
-  int b_first;
+  const typename Math::Item* b;  // B(k, n) = b[k * ldb + n]
+  std::int64_t ldb;
   float* c;
   std::int64_t ldc;
   int rows;             // of A and C
@@ -107,7 +103,7 @@ PANTILE_INLINE void multiply_block(const Product<Math>& p, int row, int column) 
       }
     }
   }
-  const typename Math::Item* b = p.b + column * p.b_depth + p.b_first * kVectors * kLanes;
+  const typename Math::Item* b = p.b + column;
   const typename Math::Item* a = p.a + (kWalk == Walk::along_rows ? row * p.lda : row);
   for (int k = 0; k < p.steps; ++k) {
     typename Math::Vector columns[kVectors];
@@ -121,7 +117,7 @@ PANTILE_INLINE void multiply_block(const Product<Math>& p, int row, int column) 
         sum[i][j] = Math::multiply_add(item, columns[j], sum[i][j]);
       }
     }
-    b += kVectors * kLanes;
+    b += p.ldb;
     a += kWalk == Walk::along_rows ? 1 : p.lda;
   }
   PANTILE_UNROLL for (int i = 0; i < kRows; ++i) {

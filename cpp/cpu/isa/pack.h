@@ -26,6 +26,11 @@ struct Rows {
     return static_cast<const typename Element::Raw*>(data) + i * stride;
   }
 
+  Rows part(int first, int rows) const {
+    return Rows{static_cast<const char*>(data) + first * stride * dtype_bytes(dtype), stride, rows,
+                dim, dtype};
+  }
+
   // Rows are often pages apart, where the hardware does not look ahead. Asking for a row a few rows
   // early makes packing 2x as fast; the last rows ask for themselves.
   template <class Element>
@@ -93,58 +98,46 @@ inline void pack_rows(FloatMath, float* to, const Rows& from, int capacity) {
   }
 }
 
-// Stores vector `vector` of row `row` of a B operand, of which `first` and `width` are the panel.
-template <class Item, class Vector>
-PANTILE_INLINE void store_item(Item* to, int depth, int first, int width, int row, int vector,
-                               Vector value) {
-  store(to + (first * depth + row * width + vector) * kLanes, value);
-}
-
-// B operand, the transpose times `scale`: a row for each d < dim, and as many columns as fill
-// `vectors`, 0 for rows of the tensor that do not exist.
-inline void pack_transposed(FloatMath, float* to, int vectors, const Rows& from, float scale) {
+// B operand, the transpose times `scale`: to[d * ld + i]. Columns past the tensor's rows are 0 up
+// to a whole vector.
+inline void pack_transposed(FloatMath, float* to, int ld, const Rows& from, float scale) {
   with_element(from.dtype, [&](auto element) {
     using Element = decltype(element);
-    for_each_panel(vectors, [&](int first, int width) {
-      for (int v = 0; v < width; ++v) {
-        const int row = (first + v) * kLanes;
-        for (int d = 0; d < from.dim; d += kLanes) {
-          Floats block[kLanes];
-          PANTILE_UNROLL for (int lane = 0; lane < kLanes; ++lane) {
-            block[lane] = Floats{};
-            if (row + lane < from.count) {
-              block[lane] =
-                  read_row<Element>(from.row<Element>(row + lane), d, from.dim) * splat(scale);
-            }
-          }
-          transpose(block);
-          const int lanes = core::min_of(kLanes, from.dim - d);
-          for (int lane = 0; lane < lanes; ++lane) {
-            store_item(to, from.dim, first, width, d + lane, v, block[lane]);
+    for (int i = 0; i < from.count; i += kLanes) {
+      for (int d = 0; d < from.dim; d += kLanes) {
+        Floats block[kLanes];
+        PANTILE_UNROLL for (int lane = 0; lane < kLanes; ++lane) {
+          block[lane] = Floats{};
+          if (i + lane < from.count) {
+            block[lane] =
+                read_row<Element>(from.row<Element>(i + lane), d, from.dim) * splat(scale);
           }
         }
+        transpose(block);
+        const int lanes = core::min_of(kLanes, from.dim - d);
+        for (int lane = 0; lane < lanes; ++lane) {
+          store(to + (d + lane) * ld + i, block[lane]);
+        }
       }
-    });
+    }
   });
 }
 
-// B operand summed over rows: a row for each row of the tensor, padded(dim) columns. `depth` rows
-// are allocated. True when a value was not finite.
-inline bool pack_summed(FloatMath, float* to, int depth, const Rows& from) {
+// B operand summed over rows, which is also an A operand when all of it is finite:
+// to[i * padded(dim) + d]. True when a value was not finite.
+inline bool pack_summed(FloatMath, float* to, const Rows& from) {
+  const int width = padded(from.dim);
   Ints dropped{};
   with_element(from.dtype, [&](auto element) {
     using Element = decltype(element);
     for (int i = 0; i < from.count; ++i) {
-      for_each_panel(padded(from.dim) / kLanes, [&](int first, int width) {
-        for (int v = 0; v < width; ++v) {
-          const int d = (first + v) * kLanes;
-          from.look_ahead<Element>(i, d);
-          const Floats x = read_row<Element>(from.row<Element>(i), d, from.dim);
-          const Ints finite = x - x == Floats{};
-          dropped |= ~finite;
-          store_item(to, depth, first, width, i, v, select(finite, x, Floats{}));
-        }
-      });
+      for (int d = 0; d < width; d += kLanes) {
+        from.look_ahead<Element>(i, d);
+        const Floats x = read_row<Element>(from.row<Element>(i), d, from.dim);
+        const Ints finite = x - x == Floats{};
+        dropped |= ~finite;
+        store(to + i * width + d, select(finite, x, Floats{}));
+      }
     }
   });
   return any(dropped);

@@ -30,27 +30,24 @@ inline void pack_rows(PairMath, std::uint32_t* to, const Rows& from, int capacit
                    static_cast<unsigned>((end - from.count) * width) * sizeof *to);
 }
 
-inline void pack_transposed(PairMath, std::uint32_t* to, int vectors, const Rows& from, float) {
+inline void pack_transposed(PairMath, std::uint32_t* to, int ld, const Rows& from, float) {
   const int depth = core::ceil_div(from.dim, 2);
-  for_each_panel(vectors, [&](int first, int width) {
-    for (int v = 0; v < width; ++v) {
-      const int row = (first + v) * kLanes;
-      for (int w = 0; w < depth; w += kLanes) {
-        Floats block[kLanes];
-        PANTILE_UNROLL for (int lane = 0; lane < kLanes; ++lane) {
-          block[lane] = Floats{};
-          if (row + lane < from.count) {
-            block[lane] = from_bits(read_pairs(from.row<BF16>(row + lane), w, from.dim));
-          }
-        }
-        transpose(block);
-        const int lanes = core::min_of(kLanes, depth - w);
-        for (int lane = 0; lane < lanes; ++lane) {
-          store_item(to, depth, first, width, w + lane, v, bits(block[lane]));
+  for (int i = 0; i < from.count; i += kLanes) {
+    for (int w = 0; w < depth; w += kLanes) {
+      Floats block[kLanes];
+      PANTILE_UNROLL for (int lane = 0; lane < kLanes; ++lane) {
+        block[lane] = Floats{};
+        if (i + lane < from.count) {
+          block[lane] = from_bits(read_pairs(from.row<BF16>(i + lane), w, from.dim));
         }
       }
+      transpose(block);
+      const int lanes = core::min_of(kLanes, depth - w);
+      for (int lane = 0; lane < lanes; ++lane) {
+        store(to + (w + lane) * ld + i, bits(block[lane]));
+      }
     }
-  });
+  }
 }
 
 // kLanes elements in the low halves of words.
@@ -65,24 +62,22 @@ PANTILE_INLINE Words read_halves(const std::uint16_t* row, int at, int dim) {
   return widen(load(lanes));
 }
 
-inline bool pack_summed(PairMath, std::uint32_t* to, int depth, const Rows& from) {
+inline bool pack_summed(PairMath, std::uint32_t* to, const Rows& from) {
   constexpr std::uint32_t kLow = 0x7f80;  // an exponent of infinity or NaN
   constexpr std::uint32_t kHigh = kLow << 16;
+  const int width = padded(from.dim);
   Words dropped{};
   for (int i = 0; i < from.count; i += 2) {
-    for_each_panel(padded(from.dim) / kLanes, [&](int first, int width) {
-      for (int v = 0; v < width; ++v) {
-        const int d = (first + v) * kLanes;
-        Words pair = read_halves(from.row<BF16>(i), d, from.dim);
-        if (i + 1 < from.count) {
-          pair |= read_halves(from.row<BF16>(i + 1), d, from.dim) << 16;
-        }
-        const Words low = (pair & kLow) == kLow ? Words{} + 0xffffu : Words{};
-        const Words high = (pair & kHigh) == kHigh ? Words{} + 0xffff0000u : Words{};
-        dropped |= low | high;
-        store_item(to, depth, first, width, i / 2, v, pair & ~(low | high));
+    for (int d = 0; d < width; d += kLanes) {
+      Words pair = read_halves(from.row<BF16>(i), d, from.dim);
+      if (i + 1 < from.count) {
+        pair |= read_halves(from.row<BF16>(i + 1), d, from.dim) << 16;
       }
-    });
+      const Words low = (pair & kLow) == kLow ? Words{} + 0xffffu : Words{};
+      const Words high = (pair & kHigh) == kHigh ? Words{} + 0xffff0000u : Words{};
+      dropped |= low | high;
+      store(to + i / 2 * width + d, pair & ~(low | high));
+    }
   }
   return any(reinterpret_cast<Ints>(dropped));
 }
