@@ -11,12 +11,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
-import torch
-
 import cases
 import measure
 import pantile
 import peers
+import torch
 from cases import Case
 from measure import Contender
 

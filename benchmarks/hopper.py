@@ -2,8 +2,8 @@
 
     FA3_SO=... DEW3_SO=... python benchmarks/hopper.py --out benchmarks/results/h200.jsonl
 
-FA3_SO names FlashAttention-3's torch operator library (forward), DEW3_SO its JAX build (backward); a
-peer that is missing is named in the table."""
+FA3_SO names FlashAttention-3's torch operator library (forward), DEW3_SO its JAX build (backward);
+a peer that is missing is named in the table."""
 
 import cases
 import gpu

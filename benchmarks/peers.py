@@ -12,10 +12,9 @@ import os
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from cases import Case
 from measure import Contender
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TORCH_BACKENDS = {
     "FA2 (torch)": SDPBackend.FLASH_ATTENTION,
