@@ -47,8 +47,8 @@ struct TensorView {
                        [](std::int64_t size) { return size == 0; });
   }
 
-  // Power of two that divides the address; more than 16 no kernel asks for, and plans are remembered
-  // by it.
+  // Power of two that divides the address; more than 16 no kernel asks for, and plans are
+  // remembered by it.
   int base_align_bytes() const {
     const auto address = reinterpret_cast<std::uintptr_t>(data) | 16u;
     return static_cast<int>(address & (~address + 1));
