@@ -4,6 +4,8 @@
 //   lse term    -lse / scale            S^T starts from it, so that P = exp2(S * scale * log2 e)
 //   delta term  dLSE - rowsum(dO * O)   dP^T starts from it, so that dS = P * dP
 //
+// One block at least runs, even without rows: the main kernel's work counter starts here.
+//
 // Terms are cut into three bf16 (prim/wgmma_row_terms.cuh). Rows past the end of a sequence, and
 // rows whose scores are all -inf, get an lse term that makes P zero.
 #pragma once
@@ -23,6 +25,7 @@ struct PrepareParams {
   const void* grad_o;  // the same
   Layout o_layout, grad_o_layout;
   int head_dim_v;
+  int* claimed;           // the main kernel's work counter, set to 0
   const float* lse;       // [batch][heads_q][seqlen_q], packed [heads_q][total_q]
   const float* grad_lse;  // the same, or null
   std::int64_t lse_head_stride, lse_batch_stride;
@@ -67,6 +70,12 @@ __global__ void __launch_bounds__(kPrepareThreads)
   prim::allow_next_grid();
   const RowPass& pass = params.pass;
   const int thread = static_cast<int>(threadIdx.x);
+  if (blockIdx.x == 0 && thread == 0) {
+    *params.claimed = 0;
+  }
+  if (pass.row_tile_count == 0) {
+    return;
+  }
   const RowTile row_tile =
       locate_row_tile(pass, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   const int first = row_tile.tile * kTileQ;

@@ -44,7 +44,6 @@ struct PairedConfig {
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kQueryStages = 3;  // a step early for S, a step late for dK
   static constexpr int kGradStages = 2;   // dO
-  static constexpr int kPolynomialEvery = 0;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
   static constexpr int kPanels = panels(kHeadDim);

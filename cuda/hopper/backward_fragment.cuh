@@ -14,18 +14,24 @@
 
 namespace pantile::hopper {
 
+// The thread's index in its warpgroup, read afresh. Values derived from it live only where they are
+// used: kept across the loop they would cost registers that the accumulators need.
+PANTILE_DEVICE int fresh_thread() {
+  std::uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return static_cast<int>(thread & 127);
+}
+
 // Hides what the mask hides and keys past the end, in a fragment whose first key is `key` and first
-// query `row` (both within the attended part). Lane-dependent values are derived afresh from the
-// thread index: kept across the loop they would cost registers that the accumulators need.
+// query `row` (both within the attended part).
 template <MaskKind kMask, int kCount>
 PANTILE_DEVICE void mask_scores(float (&S)[kCount], const core::Mask& mask, int key, int row,
                                 float masked_score) {
-  std::uint32_t thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  const int lane = static_cast<int>(thread & 31);
+  const int thread = fresh_thread();
+  const int lane = thread % 32;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int my_key = key + static_cast<int>(thread & 127) / 32 * 16 + lane / 4 + 8 * i;
+    const int my_key = key + thread / 32 * 16 + lane / 4 + 8 * i;
     const int first_column = row + 2 * (lane & 3);
     // Visible columns are [low, high), counted from the thread's first.
     int low = 0;
@@ -108,15 +114,15 @@ PANTILE_DEVICE void zero_unattended_keys(void* gradient, const Layout& layout, i
                                          const KeyTile& key_tile, bool packed, int thread) {
   const int begin = key_tile.tile * kTileK;
   const int end = core::min_of(begin + kTileK, key_tile.key_capacity);
-  const int attended_end = key_tile.part.first_key + key_tile.part.mask.keys;
-  if (begin >= key_tile.part.first_key && end <= attended_end) {
+  const int attended_end = key_tile.first_key + key_tile.mask.keys;
+  if (begin >= key_tile.first_key && end <= attended_end) {
     return;
   }
   std::uint16_t* rows = gradient_rows(gradient, layout, key_tile, packed, 0);
   const int vectors = columns / 8;
   for (int i = thread; i < (end - begin) * vectors; i += kThreads) {
     const int key = begin + i / vectors;
-    if (key < key_tile.part.first_key || key >= attended_end) {
+    if (key < key_tile.first_key || key >= attended_end) {
       *reinterpret_cast<uint4*>(rows + key * layout.seq + i % vectors * 8) = make_uint4(0, 0, 0, 0);
     }
   }

@@ -1,4 +1,4 @@
-// What the main backward kernels are told, and how a block finds its tile of keys.
+// What the main backward kernels are told, and which tile of keys a work item stands for.
 #pragma once
 
 #include <cuda.h>
@@ -12,7 +12,7 @@
 #include "core/tile_order.h"
 #include "pantile/problem.h"
 #include "pantile/registry.h"
-#include "prim/warp.cuh"
+#include "prim/address.cuh"
 
 namespace pantile::hopper {
 
@@ -33,6 +33,8 @@ struct BackwardParams {
   float scale, scale_log2;      // scale * log2(e)
   float masked_score;           // times scale: -inf
   std::int64_t row_tile_count;  // numbers of row_tiles
+  int work_count;               // key tiles, or numbers of key tiles, of all heads
+  int* claimed;                 // work items taken beyond each block's first; 0 before
   float* dq_sum;                // [heads_q][row_tile_count][tile_q * columns], fragments
   const uint4* lse_terms;       // [heads_q][row_tile_count * tile_q], -lse / scale
   const uint4* delta_terms;     // the same, dLSE - rowsum(dO * O)
@@ -47,11 +49,12 @@ struct MapOrigin {
   int row, start, batch;
 };
 
-// A block's tile of keys and the tiles of rows that see it. All fields are equal in all threads.
+// A tile of keys and the tiles of rows that see it. Lives in shared memory.
 struct KeyTile {
   int batch, key_head;
-  int tile;  // in units of tile_k, of the attended keys
-  common::Attended part;
+  int tile;                            // in units of tile_k, of the attended keys
+  int first_row, first_key;            // attended, see common::Attended
+  core::Mask mask;                     // of the attended part
   core::Span rows;                     // row tiles to visit
   int masked_before;                   // of these, tiles below this one need the mask
   int masked_from;                     // and tiles from this one on (windows only)
@@ -77,41 +80,49 @@ PANTILE_DEVICE int capacity(core::SequenceSide side, int batch) {
 
 }  // namespace detail
 
+// Describes work item `work`. False: there is nothing to do, not even zeros to write.
 template <class Config, MaskKind kMask>
-PANTILE_DEVICE KeyTile locate_key_tile(const BackwardParams& params, int block) {
-  KeyTile key_tile;
+PANTILE_DEVICE bool describe_key_tile(const BackwardParams& params, int work, KeyTile& key_tile) {
+  int batch;
+  int tile;
   if (params.keys.cu_seqlens == nullptr) {
-    const core::WorkTile work = params.order.tile(block);
-    key_tile.batch = work.batch;
-    key_tile.key_head = work.head;
-    key_tile.tile = work.tile;
+    const core::WorkTile place = params.order.tile(work);
+    batch = place.batch;
+    tile = place.tile;
+    key_tile.key_head = place.head;
   } else {
-    const core::FastDivmod::Result place = params.key_heads.divmod(block);
+    const core::FastDivmod::Result place = params.key_heads.divmod(work);
+    batch = params.key_tiles.sequence(place.quotient);
+    tile = place.quotient - params.key_tiles.first(batch);
     key_tile.key_head = place.remainder;
-    key_tile.batch = prim::uniform(params.key_tiles.sequence(place.quotient));
-    key_tile.tile = place.quotient - prim::uniform(params.key_tiles.first(key_tile.batch));
   }
-  core::Sequence queries = core::locate_sequence(params.queries, key_tile.batch);
-  core::Sequence keys = core::locate_sequence(params.keys, key_tile.batch);
-  queries.length = prim::uniform(queries.length);
-  keys.length = prim::uniform(keys.length);
+  const int capacity = detail::capacity(params.keys, batch);
+  if (tile * Config::kTileK >= capacity) {
+    return false;
+  }
+  key_tile.batch = batch;
+  key_tile.tile = tile;
+  key_tile.key_capacity = capacity;
+  key_tile.first_row_tile = params.row_tiles.first(batch);
+  const core::Sequence queries = core::locate_sequence(params.queries, batch);
+  const core::Sequence keys = core::locate_sequence(params.keys, batch);
   const int left = kMask == MaskKind::window ? params.window_left : core::kNoBound;
   const int right = kMask == MaskKind::window   ? params.window_right
                     : kMask == MaskKind::causal ? 0
                                                 : core::kNoBound;
   const common::Attended part =
       common::attended_part(core::Mask{queries.length, keys.length, left, right});
-  key_tile.part = part;
-  key_tile.key_offset = prim::uniform(static_cast<int>(keys.row));
-  key_tile.key_capacity = prim::uniform(detail::capacity(params.keys, key_tile.batch));
-  key_tile.first_row_tile = prim::uniform(params.row_tiles.first(key_tile.batch));
-  key_tile.query_origin = detail::map_origin(params.queries, queries, params.query_extent,
-                                             part.first_row, key_tile.batch);
+  key_tile.first_row = part.first_row;
+  key_tile.first_key = part.first_key;
+  key_tile.mask = part.mask;
+  key_tile.key_offset = static_cast<int>(keys.row);
+  key_tile.query_origin =
+      detail::map_origin(params.queries, queries, params.query_extent, part.first_row, batch);
   key_tile.key_origin =
-      detail::map_origin(params.keys, keys, params.key_extent, part.first_key, key_tile.batch);
+      detail::map_origin(params.keys, keys, params.key_extent, part.first_key, batch);
 
-  const core::Span span{key_tile.tile * Config::kTileK,
-                        core::min_of((key_tile.tile + 1) * Config::kTileK, part.mask.keys)};
+  const core::Span span{tile * Config::kTileK,
+                        core::min_of((tile + 1) * Config::kTileK, part.mask.keys)};
   key_tile.rows = core::Span{0, 0};
   key_tile.masked_before = 0;
   key_tile.masked_from = core::kNoBound;
@@ -128,7 +139,7 @@ PANTILE_DEVICE KeyTile locate_key_tile(const BackwardParams& params, int block) 
       key_tile.masked_from = first.end / Config::kTileQ;
     }
   }
-  return key_tile;
+  return true;
 }
 
 }  // namespace pantile::hopper

@@ -1,6 +1,7 @@
-// Backward for head dims above 128. A block owns 64 keys of one key head and walks over all tiles
-// of 64 rows that see them, of all query heads that share the head. The warpgroups form a pipeline
-// and meet only in shared memory:
+// Backward for head dims above 128. One block a multiprocessor works on tiles of 64 keys of a key
+// head, one after the other, claimed from a counter; for each it walks over all tiles of 64 rows
+// that see them, of all query heads that share the head. The warpgroups form a pipeline and meet
+// only in shared memory:
 //
 //   1 producer       Q, dO tiles and their row terms             -> q, grad_o, lse, delta
 //   2 probabilities  S^T = K Q^T - lse / scale, P = exp2(..)     -> P (fp16)
@@ -19,6 +20,7 @@
 // that work is what keeps ptxas from hoisting the second wgmma wait above it.
 #pragma once
 
+#include "hopper/backward_accumulator.cuh"
 #include "hopper/backward_fragment.cuh"
 #include "hopper/backward_producer.cuh"
 #include "hopper/backward_storage.cuh"
@@ -33,117 +35,45 @@ namespace pantile::hopper {
 
 namespace pipeline {
 
-// One lane of each warp reports for the warp, after all its lanes are done.
-PANTILE_DEVICE void arrive_warp(prim::Mbarrier& barrier) {
-  __syncwarp();
-  if (prim::lane_index() == 0) {
-    prim::arrive(barrier);
-  }
-}
-
-// `arrive_warp` for buffers that only wgmma reads: the wait for it is already warp-wide.
-PANTILE_DEVICE void release(prim::Mbarrier& barrier) {
-  if (prim::lane_index() == 0) {
-    prim::arrive(barrier);
-  }
-}
-
-// to = terms + A B^T over kDim columns of two k-major tiles.
-template <class Config, int kDim>
-PANTILE_DEVICE void issue_square(float (&to)[32], std::uint32_t ones, std::uint32_t terms,
-                                 std::uint32_t a, std::uint32_t b) {
-  prim::wgmma_fence();
-  prim::wgmma_terms_ss(to, ones, terms);
-#pragma unroll
-  for (int k = 0; k < kDim / 16; ++k) {
-    prim::wgmma_ss<Config::kDType, prim::Major::k, prim::Major::k>(
-        to, a + prim::descriptor_step(k / 4 * Config::kTileK * 128 + k % 4 * 32),
-        b + prim::descriptor_step(k / 4 * Config::kTileQ * 128 + k % 4 * 32));
-  }
-  prim::wgmma_commit();
-}
-
-// dK or dV of the block: 64 keys x kColumns. Cut in two above 192 columns, because one product of
-// N = 256 needs more registers than a thread has at kernel entry (ptxas C7602).
-template <class Config, int kColumns>
-class Accumulator {
- public:
-  PANTILE_DEVICE Accumulator() {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int i = 0; i < kPart / 2; ++i) {
-        values_[part][i] = 0.0f;
-      }
-    }
-  }
-
-  // += fragment x rows; the sum runs over the 64 rows of `rows`, an mn-major tile.
-  PANTILE_DEVICE void issue(const std::uint32_t (&fragment)[4][4], std::uint32_t rows) {
-    prim::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        prim::wgmma_rs<Config::kDType, prim::Major::mn>(
-            values_[part], fragment[k],
-            rows + prim::descriptor_step(k * 2048 + part * kPart / kPanel * Config::kTileQ * 128));
-      }
-    }
-    prim::wgmma_commit();
-  }
-
-  PANTILE_DEVICE void finish() {
-    prim::wgmma_wait<0>();
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      prim::pin(values_[part]);
-    }
-  }
-
-  PANTILE_DEVICE void store(void* gradient, const Layout& layout, int columns, float scale,
-                            const BackwardParams& params, const KeyTile& key_tile) {
-    const bool packed = params.keys.cu_seqlens != nullptr;
-    std::uint16_t* rows =
-        gradient_rows(gradient, layout, key_tile, packed, key_tile.part.first_key);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      store_fragment<Config::kDType>(rows + part * kPart, layout.seq, values_[part], scale,
-                                     key_tile.tile * Config::kTileK, key_tile.part.mask.keys,
-                                     columns - part * kPart);
-    }
-    zero_unattended_keys<Config::kTileK, kWarpgroup>(gradient, layout, columns, key_tile, packed,
-                                                     static_cast<int>(threadIdx.x) % kWarpgroup);
-  }
-
- private:
-  static constexpr int kParts = kColumns > 192 ? 2 : 1;
-  static constexpr int kPart = kColumns / kParts;
-  float values_[kParts][kPart / 2];
-};
-
 // Stages 2 and 3.
 template <class Config, MaskKind kMask>
 class Probabilities {
  public:
   using Storage = PipelineStorage<Config>;
 
-  PANTILE_DEVICE Probabilities(Storage& storage, const BackwardParams& params,
-                               const KeyTile& key_tile)
+  PANTILE_DEVICE Probabilities(Storage& storage, const BackwardParams& params)
       : storage_(storage),
         params_(params),
-        key_tile_(key_tile),
         ones_(prim::ones_descriptor(prim::shared_address(storage.ones))),
         terms_(prim::terms_descriptor(prim::shared_address(storage.lse))),
         k_(prim::descriptor(prim::shared_address(&storage.k))),
         q_(prim::descriptor(prim::shared_address(storage.q))),
-        grad_o_(prim::descriptor(prim::shared_address(storage.grad_o), Config::kTileQ * 128)),
-        tile_(key_tile.rows.begin) {}
+        grad_o_(prim::descriptor(prim::shared_address(storage.grad_o), Config::kTileQ * 128)) {}
 
   PANTILE_DEVICE void run() {
-    const int steps = params_.group * key_tile_.rows.size();
+    WorkReader work(storage_.work);
+    while (const KeyTile* key_tile = work.next()) {
+      dV_.clear();
+      run_tile(*key_tile);
+      dV_.store(params_.grad_v, params_.grad_v_layout, params_.head_dim_v, 1.0f, params_,
+                *key_tile);
+      __syncwarp();
+      work.done(prim::lane_index() == 0);
+    }
+  }
+
+ private:
+  PANTILE_DEVICE void run_tile(const KeyTile& key_tile) {
+    key_tile_ = &key_tile;
+    first_tile_ = prim::uniform(key_tile.rows.begin);
+    end_tile_ = prim::uniform(key_tile.rows.end);
+    masked_before_ = prim::uniform(key_tile.masked_before);
+    masked_from_ = prim::uniform(key_tile.masked_from);
+    tile_ = first_tile_;
+    const int steps = params_.group * (end_tile_ - first_tile_);
     if (steps > 0) {
-      prim::wait(storage_.k_full, 0);
+      prim::wait(storage_.key.full[0], keys_.parity);
+      keys_.advance();
       issue_S();
       prim::wgmma_wait<0>();
       send_P();
@@ -160,13 +90,13 @@ class Probabilities {
         pack_fragment<Config::kDType>(packed_P_, S_);
         next();
       }
+      release(storage_.key.empty[0]);
       issue_dV();
       dV_.finish();
+      release(storage_.grad.empty[previous_.stage]);
     }
-    dV_.store(params_.grad_v, params_.grad_v_layout, params_.head_dim_v, 1.0f, params_, key_tile_);
   }
 
- private:
   PANTILE_DEVICE void issue_S() {
     prim::wait(storage_.query.full[cursor_.stage], cursor_.parity);
     issue_square<Config, Config::kHeadDim>(
@@ -183,9 +113,8 @@ class Probabilities {
   PANTILE_DEVICE void send_P() {
     prim::pin(S_);
     release(storage_.query.empty[cursor_.stage]);
-    if (tile_ < key_tile_.masked_before ||
-        (kMask == MaskKind::window && tile_ >= key_tile_.masked_from)) {
-      mask_scores<kMask>(S_, key_tile_.part.mask, key_tile_.tile * Config::kTileK,
+    if (tile_ < masked_before_ || (kMask == MaskKind::window && tile_ >= masked_from_)) {
+      mask_scores<kMask>(S_, key_tile_->mask, key_tile_->tile * Config::kTileK,
                          tile_ * Config::kTileQ, params_.masked_score);
     }
 #pragma unroll
@@ -208,8 +137,8 @@ class Probabilities {
   }
 
   PANTILE_DEVICE void next() {
-    if (++tile_ == key_tile_.rows.end) {
-      tile_ = key_tile_.rows.begin;
+    if (++tile_ == end_tile_) {
+      tile_ = first_tile_;
     }
     previous_ = cursor_;
     cursor_.advance();
@@ -217,10 +146,13 @@ class Probabilities {
 
   Storage& storage_;
   const BackwardParams& params_;
-  const KeyTile& key_tile_;
   const std::uint32_t ones_, terms_, k_, q_, grad_o_;
-  int tile_;
+  const KeyTile* key_tile_ = nullptr;
+  int first_tile_ = 0, end_tile_ = 0;  // of rows
+  int masked_before_ = 0, masked_from_ = 0;
+  int tile_ = 0;                                    // at work
   StageCursor<Config::kStages> cursor_, previous_;  // Q and dO stages advance together
+  StageCursor<1> keys_;
   std::uint32_t p_parity_ = 1;
   float S_[32];
   std::uint32_t packed_P_[4][4];
@@ -233,11 +165,9 @@ class ScoreGradients {
  public:
   using Storage = PipelineStorage<Config>;
 
-  PANTILE_DEVICE ScoreGradients(Storage& storage, const BackwardParams& params,
-                                const KeyTile& key_tile)
+  PANTILE_DEVICE ScoreGradients(Storage& storage, const BackwardParams& params)
       : storage_(storage),
         params_(params),
-        key_tile_(key_tile),
         ones_(prim::ones_descriptor(prim::shared_address(storage.ones))),
         terms_(prim::terms_descriptor(prim::shared_address(storage.delta))),
         v_(prim::descriptor(prim::shared_address(&storage.v))),
@@ -250,9 +180,22 @@ class ScoreGradients {
   }
 
   PANTILE_DEVICE void run() {
-    const int steps = params_.group * key_tile_.rows.size();
+    WorkReader work(storage_.work);
+    while (const KeyTile* key_tile = work.next()) {
+      dK_.clear();
+      run_tile(params_.group * prim::uniform(key_tile->rows.size()));
+      dK_.store(params_.grad_k, params_.grad_k_layout, params_.head_dim, params_.scale, params_,
+                *key_tile);
+      __syncwarp();
+      work.done(prim::lane_index() == 0);
+    }
+  }
+
+ private:
+  PANTILE_DEVICE void run_tile(int steps) {
     if (steps > 0) {
-      prim::wait(storage_.v_full, 0);
+      prim::wait(storage_.value.full[0], values_.parity);
+      values_.advance();
       issue_dP();
       prim::wgmma_wait<0>();
       multiply_by_P();
@@ -269,14 +212,13 @@ class ScoreGradients {
         send_dS();
         next();
       }
+      release(storage_.value.empty[0]);
       issue_dK();
       dK_.finish();
+      release(storage_.query.empty[previous_.stage]);
     }
-    dK_.store(params_.grad_k, params_.grad_k_layout, params_.head_dim, params_.scale, params_,
-              key_tile_);
   }
 
- private:
   PANTILE_DEVICE void issue_dP() {
     prim::wait(storage_.grad.full[cursor_.stage], cursor_.parity);
     issue_square<Config, Config::kHeadDimV>(
@@ -330,10 +272,10 @@ class ScoreGradients {
 
   Storage& storage_;
   const BackwardParams& params_;
-  const KeyTile& key_tile_;
   const std::uint32_t ones_, terms_, v_, grad_o_, q_;
   std::uint32_t dS_store_;
   StageCursor<Config::kStages> cursor_, previous_, dS_cursor_;
+  StageCursor<1> values_;
   std::uint32_t p_parity_ = 0;
   float dP_[32];
   std::uint32_t dS_[4][4];
@@ -365,39 +307,63 @@ PANTILE_DEVICE void add_fragment(float* fragment, const float (&dQ)[32],
 
 // Stage 6.
 template <class Config, SumKind kSum>
-PANTILE_DEVICE void add_query_gradients(PipelineStorage<Config>& storage,
-                                        const BackwardParams& params, const KeyTile& key_tile) {
-  constexpr int kFragment = 64 * 64;
-  constexpr int kTileFloats = Config::kPanels * kFragment;
-  const std::uint32_t dS = prim::descriptor(prim::shared_address(storage.dS));
-  const std::uint32_t k_columns = prim::descriptor(prim::shared_address(&storage.k));
-  const int lane = prim::lane_index();
-  const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 4;
-  const int steps = params.group * key_tile.rows.size();
-  StageCursor<Config::kStages> cursor;
-  int head = key_tile.key_head * params.group;
-  int tile = key_tile.rows.begin;
-  if (steps > 0) {
-    prim::wait_for_previous_grid();
-    prim::wait(storage.k_full, 0);
-  }
+class QueryGradients {
+ public:
+  using Storage = PipelineStorage<Config>;
+
+  PANTILE_DEVICE QueryGradients(Storage& storage, const BackwardParams& params)
+      : storage_(storage),
+        params_(params),
+        dS_(prim::descriptor(prim::shared_address(storage.dS))),
+        k_columns_(prim::descriptor(prim::shared_address(&storage.k))) {}
+
+  PANTILE_DEVICE void run() {
+    prim::wait_for_previous_grid();  // it sets the sums to zero
+    WorkReader work(storage_.work);
+    while (const KeyTile* key_tile = work.next()) {
+      const int begin = prim::uniform(key_tile->rows.begin);
+      const int end = prim::uniform(key_tile->rows.end);
+      if (begin < end) {
+        prim::wait(storage_.key.full[0], keys_.parity);
+        keys_.advance();
+        const int first_head = prim::uniform(key_tile->key_head) * params_.group;
+        const int first_number = prim::uniform(key_tile->first_row_tile);
 #pragma unroll 1
-  for (int i = 0; i < steps; ++i) {
-    const std::int64_t number = head * params.row_tile_count + key_tile.first_row_tile + tile;
-    float* fragment = params.dq_sum + number * kTileFloats;
+        for (int g = 0; g < params_.group; ++g) {
+          const std::int64_t index = (first_head + g) * params_.row_tile_count + first_number;
+#pragma unroll 1
+          for (int tile = begin; tile < end; ++tile) {
+            add_tile(index + tile);
+          }
+        }
+        release(storage_.key.empty[0]);
+      }
+      __syncwarp();
+      work.done(prim::lane_index() == 0);
+    }
+  }
+
+ private:
+  static constexpr int kFragment = 64 * 64;
+  static constexpr int kTileFloats = Config::kPanels * kFragment;
+
+  // `index` of the tile of rows: [head][number].
+  PANTILE_DEVICE void add_tile(std::int64_t index) {
     float row_scale[2] = {};
     if constexpr (kSum == SumKind::integer) {
-      const uint4* terms = params.lse_terms + number * Config::kTileQ + row;
+      const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + prim::lane_index() / 4;
+      const uint4* terms = params_.lse_terms + index * Config::kTileQ + row;
       row_scale[0] = __uint_as_float(terms[0].z);
       row_scale[1] = __uint_as_float(terms[8].z);
     }
-    prim::wait(storage.ds.full[cursor.stage], cursor.parity);
-    const std::uint32_t a = dS + prim::descriptor_step(cursor.stage * sizeof(storage.dS[0]));
+    float* fragment = params_.dq_sum + index * kTileFloats;
+    prim::wait(storage_.ds.full[cursor_.stage], cursor_.parity);
+    const std::uint32_t a = dS_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.dS[0]));
     // Unrolled, ptxas keeps several slices in registers and serialises all products (C7512).
 #pragma unroll 1
     for (int panel = 0; panel < Config::kPanels; ++panel) {
       float dQ[32];
-      const std::uint32_t b = k_columns + panel * prim::descriptor_step(storage.k.kPanelBytes);
+      const std::uint32_t b = k_columns_ + panel * prim::descriptor_step(storage_.k.kPanelBytes);
       prim::wgmma_fence();
       prim::wgmma_ss_write<Config::kDType, prim::Major::k, prim::Major::mn>(dQ, a, b);
 #pragma unroll
@@ -409,17 +375,19 @@ PANTILE_DEVICE void add_query_gradients(PipelineStorage<Config>& storage,
       prim::wgmma_wait<0>();
       prim::pin(dQ);
       if (panel == Config::kPanels - 1) {
-        release(storage.ds.empty[cursor.stage]);
+        release(storage_.ds.empty[cursor_.stage]);
       }
       add_fragment<kSum>(fragment + panel * kFragment, dQ, row_scale);
     }
-    cursor.advance();
-    if (++tile == key_tile.rows.end) {
-      tile = key_tile.rows.begin;
-      ++head;
-    }
+    cursor_.advance();
   }
-}
+
+  Storage& storage_;
+  const BackwardParams& params_;
+  const std::uint32_t dS_, k_columns_;
+  StageCursor<Config::kStages> cursor_;
+  StageCursor<1> keys_;
+};
 
 }  // namespace pipeline
 
@@ -438,9 +406,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prim::fence_async_proxy();
   }
   if (threadIdx.x == 0) {
-    prim::init(storage.k_full, 1);
-    prim::init(storage.v_full, 1);
-    storage.query.init(8);  // warps of the two accumulating warpgroups
+    storage.key.init(8);           // stages 2 and 6
+    storage.value.init(4);         // stage 4
+    storage.work.init(3 * 4 + 1);  // stages 2, 4, 6 and the loader
+    storage.query.init(8);         // warps of the two accumulating warpgroups
     storage.grad.init(8);
     storage.ds.init(4, 4);
     prim::init(storage.p_full, 4);
@@ -448,21 +417,22 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prim::fence_mbarrier_init();
   }
   __syncthreads();
-  const KeyTile key_tile = locate_key_tile<Config, kMask>(params, static_cast<int>(blockIdx.x));
   if (role == kCopies) {
     prim::shrink_registers<Config::kProducerRegisters>();
     if (warp == 0 && prim::elect_one()) {
-      load_tiles<Config>(storage, maps, params, key_tile);
+      Loader<Config, Storage>(storage, maps, params).run();
+    } else if (warp == 1 && prim::elect_one()) {
+      schedule<Config, kMask>(storage.work, params);
     }
   } else if (role == kQueryGradients) {
     prim::shrink_registers<Config::kQueryGradRegisters>();
-    pipeline::add_query_gradients<Config, kSum>(storage, params, key_tile);
+    pipeline::QueryGradients<Config, kSum>(storage, params).run();
   } else {
     prim::grow_registers<Config::kAccumulatorRegisters>();
     if (role == kProbabilities) {
-      pipeline::Probabilities<Config, kMask>(storage, params, key_tile).run();
+      pipeline::Probabilities<Config, kMask>(storage, params).run();
     } else {
-      pipeline::ScoreGradients<Config>(storage, params, key_tile).run();
+      pipeline::ScoreGradients<Config>(storage, params).run();
     }
   }
 }

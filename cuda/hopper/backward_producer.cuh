@@ -1,6 +1,7 @@
-// The copying side of the backward kernels: one thread loads K, V once and Q, dO with their row
-// terms tile after tile; the paired kernel has another thread per consumer warpgroup that adds dQ
-// fragments into global memory.
+// The roles of the backward kernels that compute nothing, each one thread: the scheduler claims
+// tiles of keys and describes them to the others; the loader loads K and V of a tile once and Q, dO
+// with their row terms tile after tile; in the paired kernel, an adder per consumer warpgroup adds
+// dQ fragments into global memory.
 #pragma once
 
 #include "hopper/backward_params.cuh"
@@ -22,83 +23,162 @@ PANTILE_DEVICE void load_tile(Tile<kRows, kPanels>& tile, const CUtensorMap& map
   }
 }
 
-// Called by one thread. Q runs ahead of dO by as much as the rings allow.
-template <class Config, class Storage>
-PANTILE_DEVICE void load_tiles(Storage& storage, const BackwardMaps& maps,
-                               const BackwardParams& params, const KeyTile& key_tile) {
-  using Terms = RowTerms<Config::kTileQ>;
-  constexpr int kQueryBytes = sizeof(storage.q[0]) + Terms::kBytes;
-  constexpr int kGradBytes = sizeof(storage.grad_o[0]) + Terms::kBytes;
-  StageCursor<sizeof(storage.q) / sizeof(storage.q[0])> query;
-  StageCursor<sizeof(storage.grad_o) / sizeof(storage.grad_o[0])> grad;
-  prim::prefetch_tensor_map(&maps.q);
-  prim::prefetch_tensor_map(&maps.grad_o);
-  if (!key_tile.rows.empty()) {
-    const int key = key_tile.tile * Config::kTileK;
-    prim::arrive_and_expect(storage.k_full, sizeof(storage.k));
-    load_tile(storage.k, maps.k, storage.k_full, key_tile.key_origin, key, key_tile.key_head);
-    prim::arrive_and_expect(storage.v_full, sizeof(storage.v));
-    load_tile(storage.v, maps.v, storage.v_full, key_tile.key_origin, key, key_tile.key_head);
-  }
-  prim::wait_for_previous_grid();  // it writes the row terms
-  for (int g = 0; g < params.group; ++g) {
-    const int head = key_tile.key_head * params.group + g;
-    const std::int64_t first_tile = head * params.row_tile_count + key_tile.first_row_tile;
-    for (int tile = key_tile.rows.begin; tile < key_tile.rows.end; ++tile) {
-      const std::int64_t terms = (first_tile + tile) * Config::kTileQ;
-      const int row = tile * Config::kTileQ;
-      prim::wait(storage.query.empty[query.stage], query.parity ^ 1);
-      prim::Mbarrier& query_full = storage.query.full[query.stage];
-      prim::arrive_and_expect(query_full, kQueryBytes);
-      load_tile(storage.q[query.stage], maps.q, query_full, key_tile.query_origin, row, head);
-      prim::bulk_load(&storage.lse[query.stage], params.lse_terms + terms, Terms::kBytes,
-                      query_full);
-      query.advance();
-      prim::wait(storage.grad.empty[grad.stage], grad.parity ^ 1);
-      prim::Mbarrier& grad_full = storage.grad.full[grad.stage];
-      prim::arrive_and_expect(grad_full, kGradBytes);
-      load_tile(storage.grad_o[grad.stage], maps.grad_o, grad_full, key_tile.query_origin, row,
-                head);
-      prim::bulk_load(&storage.delta[grad.stage], params.delta_terms + terms, Terms::kBytes,
-                      grad_full);
-      grad.advance();
+template <class Config, MaskKind kMask>
+PANTILE_DEVICE void schedule(WorkQueue& queue, const BackwardParams& params) {
+  const auto claim = [&params] {
+    prim::wait_for_previous_grid();  // it sets the counter to zero
+    return static_cast<int>(gridDim.x) + atomicAdd(params.claimed, 1);
+  };
+  StageCursor<2> slot;
+  std::uint32_t wanted_parity = 0;
+  int work = static_cast<int>(blockIdx.x);
+  for (;; slot.advance()) {
+    KeyTile& key_tile = queue.tiles[slot.stage];
+    prim::wait(queue.ring.empty[slot.stage], slot.parity ^ 1);
+    while (work < params.work_count && !describe_key_tile<Config, kMask>(params, work, key_tile)) {
+      work = claim();
     }
+    if (work >= params.work_count) {
+      key_tile.batch = -1;
+      prim::arrive(queue.ring.full[slot.stage]);
+      return;
+    }
+    prim::arrive(queue.ring.full[slot.stage]);
+    // A block that claimed at once would take long tiles out of the order in which they run.
+    prim::wait(queue.wanted, wanted_parity);
+    wanted_parity ^= 1;
+    work = claim();
   }
 }
 
-// Called by one thread for each consumer warpgroup: adds the warpgroup's fragment of every dQ tile.
+template <class Config, class Storage>
+class Loader {
+ public:
+  PANTILE_DEVICE Loader(Storage& storage, const BackwardMaps& maps, const BackwardParams& params)
+      : storage_(storage), maps_(maps), params_(params) {}
+
+  PANTILE_DEVICE void run() {
+    prim::prefetch_tensor_map(&maps_.q);
+    prim::prefetch_tensor_map(&maps_.grad_o);
+    WorkReader work(storage_.work);
+    while (const KeyTile* key_tile = work.next()) {
+      if (!key_tile->rows.empty()) {
+        load_keys(*key_tile);
+        prim::wait_for_previous_grid();  // it writes the row terms
+        load_rows(*key_tile);
+      }
+      prim::arrive(storage_.work.wanted);
+      work.done(true);
+    }
+  }
+
+ private:
+  using Terms = RowTerms<Config::kTileQ>;
+  static constexpr int kQueryBytes = sizeof(Storage::q[0]) + Terms::kBytes;
+  static constexpr int kGradBytes = sizeof(Storage::grad_o[0]) + Terms::kBytes;
+
+  PANTILE_DEVICE void load_keys(const KeyTile& key_tile) {
+    const int key = key_tile.tile * Config::kTileK;
+    prim::wait(storage_.key.empty[0], key_.parity ^ 1);
+    prim::arrive_and_expect(storage_.key.full[0], sizeof(storage_.k));
+    load_tile(storage_.k, maps_.k, storage_.key.full[0], key_tile.key_origin, key,
+              key_tile.key_head);
+    prim::wait(storage_.value.empty[0], key_.parity ^ 1);
+    prim::arrive_and_expect(storage_.value.full[0], sizeof(storage_.v));
+    load_tile(storage_.v, maps_.v, storage_.value.full[0], key_tile.key_origin, key,
+              key_tile.key_head);
+    key_.advance();
+  }
+
+  // Q runs ahead of dO by as much as the rings allow.
+  PANTILE_DEVICE void load_rows(const KeyTile& key_tile) {
+    for (int g = 0; g < params_.group; ++g) {
+      const int head = key_tile.key_head * params_.group + g;
+      const std::int64_t first_tile = head * params_.row_tile_count + key_tile.first_row_tile;
+      for (int tile = key_tile.rows.begin; tile < key_tile.rows.end; ++tile) {
+        const std::int64_t terms = (first_tile + tile) * Config::kTileQ;
+        const int row = tile * Config::kTileQ;
+        prim::wait(storage_.query.empty[query_.stage], query_.parity ^ 1);
+        prim::Mbarrier& query_full = storage_.query.full[query_.stage];
+        prim::arrive_and_expect(query_full, kQueryBytes);
+        load_tile(storage_.q[query_.stage], maps_.q, query_full, key_tile.query_origin, row, head);
+        prim::bulk_load(&storage_.lse[query_.stage], params_.lse_terms + terms, Terms::kBytes,
+                        query_full);
+        query_.advance();
+        prim::wait(storage_.grad.empty[grad_.stage], grad_.parity ^ 1);
+        prim::Mbarrier& grad_full = storage_.grad.full[grad_.stage];
+        prim::arrive_and_expect(grad_full, kGradBytes);
+        load_tile(storage_.grad_o[grad_.stage], maps_.grad_o, grad_full, key_tile.query_origin, row,
+                  head);
+        prim::bulk_load(&storage_.delta[grad_.stage], params_.delta_terms + terms, Terms::kBytes,
+                        grad_full);
+        grad_.advance();
+      }
+    }
+  }
+
+  Storage& storage_;
+  const BackwardMaps& maps_;
+  const BackwardParams& params_;
+  StageCursor<sizeof(Storage::q) / sizeof(Storage::q[0])> query_;
+  StageCursor<sizeof(Storage::grad_o) / sizeof(Storage::grad_o[0])> grad_;
+  StageCursor<1> key_;  // K and V
+};
+
+// Adds a consumer warpgroup's fragment of every dQ tile into global memory.
 template <class Config, SumKind kSum, class Storage>
-PANTILE_DEVICE void add_query_gradients(Storage& storage, const BackwardParams& params,
-                                        const KeyTile& key_tile, int warpgroup) {
-  constexpr int kFragment = 64 * 64;
-  constexpr int kTileFloats = Config::kConsumers * kFragment;
+class QueryGradientAdder {
+ public:
+  PANTILE_DEVICE QueryGradientAdder(Storage& storage, const BackwardParams& params, int warpgroup)
+      : storage_(storage), params_(params), warpgroup_(warpgroup) {}
+
+  PANTILE_DEVICE void run() {
+    prim::wait_for_previous_grid();  // it sets the sums to zero
+    WorkReader work(storage_.work);
+    while (const KeyTile* key_tile = work.next()) {
+      for (int g = 0; g < params_.group; ++g) {
+        add_head(*key_tile, key_tile->key_head * params_.group + g);
+      }
+      work.done(true);
+    }
+    prim::bulk_wait<0>();
+  }
+
+ private:
+  static constexpr int kFragment = 64 * 64;
+  static constexpr int kTileFloats = Config::kConsumers * kFragment;
+
   // Columns past the head dim lie at the end of the second fragment.
-  constexpr int kLastColumns = Config::kHeadDim - (Config::kPanels - 1) * kPanel;
-  constexpr bool kColumnSplit = Config::kPanels == Config::kConsumers;
-  const int bytes = 64 * 4 * (kColumnSplit && warpgroup > 0 ? kLastColumns : kPanel);
-  std::uint32_t parity = 0;
-  prim::wait_for_previous_grid();
-  for (int g = 0; g < params.group; ++g) {
-    const int head = key_tile.key_head * params.group + g;
-    float* to = params.dq_sum +
-                (head * params.row_tile_count + key_tile.first_row_tile) * kTileFloats +
-                warpgroup * kFragment;
+  PANTILE_DEVICE int bytes() const {
+    constexpr int kLastColumns = Config::kHeadDim - (Config::kPanels - 1) * kPanel;
+    constexpr bool kColumnSplit = Config::kPanels == Config::kConsumers;
+    return 64 * 4 * (kColumnSplit && warpgroup_ > 0 ? kLastColumns : kPanel);
+  }
+
+  PANTILE_DEVICE void add_head(const KeyTile& key_tile, int head) {
+    float* to = params_.dq_sum +
+                (head * params_.row_tile_count + key_tile.first_row_tile) * kTileFloats +
+                warpgroup_ * kFragment;
     for (int tile = key_tile.rows.begin; tile < key_tile.rows.end; ++tile) {
-      prim::wait(storage.dq_full[warpgroup], parity);
-      parity ^= 1;
+      prim::wait(storage_.dq_full[warpgroup_], parity_);
+      parity_ ^= 1;
       float* fragment = to + static_cast<std::int64_t>(tile) * kTileFloats;
       if constexpr (kSum == SumKind::integer) {
-        prim::bulk_add_u32(reinterpret_cast<std::uint32_t*>(fragment), storage.dQ[warpgroup],
-                           bytes);
+        prim::bulk_add_u32(reinterpret_cast<std::uint32_t*>(fragment), storage_.dQ[warpgroup_],
+                           bytes());
       } else {
-        prim::bulk_add_f32(fragment, storage.dQ[warpgroup], bytes);
+        prim::bulk_add_f32(fragment, storage_.dQ[warpgroup_], bytes());
       }
       prim::bulk_commit();
       prim::bulk_wait_read<0>();
-      prim::arrive(storage.dq_empty[warpgroup]);
+      prim::arrive(storage_.dq_empty[warpgroup_]);
     }
   }
-  prim::bulk_wait<0>();
-}
+
+  Storage& storage_;
+  const BackwardParams& params_;
+  const int warpgroup_;
+  std::uint32_t parity_ = 0;
+};
 
 }  // namespace pantile::hopper

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "hopper/backward_config.h"
+#include "hopper/backward_params.cuh"
 #include "prim/mbarrier.cuh"
 #include "prim/wgmma_row_terms.cuh"
 
@@ -40,6 +41,44 @@ struct Ring {
   }
 };
 
+// The tiles of keys that a block works on, one after the other: the scheduler describes the next
+// one while the other roles are at work on the one before.
+struct WorkQueue {
+  KeyTile tiles[2];       // batch -1: no more
+  Ring<2> ring;           // full: described; empty: done with
+  prim::Mbarrier wanted;  // the loader has requested all of the last tile
+
+  PANTILE_DEVICE void init(int reader_warps) {
+    ring.init(reader_warps);
+    prim::init(wanted, 1);
+  }
+};
+
+// A role's walk through the queue.
+class WorkReader {
+ public:
+  PANTILE_DEVICE explicit WorkReader(WorkQueue& queue) : queue_(queue) {}
+
+  // The next tile, or null when there is none.
+  PANTILE_DEVICE const KeyTile* next() {
+    prim::wait(queue_.ring.full[cursor_.stage], cursor_.parity);
+    const KeyTile* key_tile = &queue_.tiles[cursor_.stage];
+    return key_tile->batch < 0 ? nullptr : key_tile;
+  }
+
+  // One thread of each warp says that the warp is done with it.
+  PANTILE_DEVICE void done(bool speaks) {
+    if (speaks) {
+      prim::arrive(queue_.ring.empty[cursor_.stage]);
+    }
+    cursor_.advance();
+  }
+
+ private:
+  WorkQueue& queue_;
+  StageCursor<2> cursor_;
+};
+
 template <int kRows, int kPanels>
 struct alignas(1024) Tile {
   static constexpr int kPanelBytes = kRows * 128;
@@ -65,7 +104,8 @@ struct PairedStorage {
   RowTerms<kRows> lse[Config::kQueryStages];
   RowTerms<kRows> delta[Config::kGradStages];
   alignas(256) std::uint32_t ones[prim::kOnesTileBytes / 4];
-  prim::Mbarrier k_full, v_full;
+  Ring<1> key, value;
+  WorkQueue work;
   Ring<Config::kQueryStages> query;
   Ring<Config::kGradStages> grad;
   Ring<2> dS_ring;  // head dim 64 only
@@ -84,7 +124,8 @@ struct PipelineStorage {
   alignas(256) std::uint32_t ones[prim::kOnesTileBytes / 4];
   RowTerms<kRows> lse[Config::kStages];
   RowTerms<kRows> delta[Config::kStages];
-  prim::Mbarrier k_full, v_full;
+  Ring<1> key, value;
+  WorkQueue work;
   Ring<Config::kStages> query, grad, ds;
   prim::Mbarrier p_full, p_empty;
 };

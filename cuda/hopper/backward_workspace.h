@@ -16,6 +16,7 @@ struct BackwardWorkspace {
   std::size_t dq_sum;       // fp32 or int32 [heads_q][row_tile_count][tile_q * 64 * panels]
   std::size_t lse_terms;    // 16 bytes [heads_q][row_tile_count * tile_q]
   std::size_t delta_terms;  // the same
+  std::size_t claimed;      // int32, the main kernel's work counter
   std::size_t key_bounds;   // uint32 [batch][heads_k][2], deterministic only
   std::size_t bytes;
 };
@@ -27,6 +28,12 @@ constexpr std::int64_t counted_rows(const ForwardProblem& problem) {
 
 constexpr std::int64_t counted_keys(const ForwardProblem& problem) {
   return problem.packed_k ? problem.total_k : problem.seqlen_k;
+}
+
+// Work items of the main kernel: key tiles of every key head.
+constexpr std::int64_t key_work(const ForwardProblem& problem, int tile_k) {
+  return problem.heads_k *
+         common::tile_numbers(problem.packed_k, counted_keys(problem), problem.batch, tile_k);
 }
 
 // fp32 elements of one tile of dQ: whole fragments of 64 x 64.
@@ -46,7 +53,8 @@ constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem,
   const std::size_t terms = tiles * static_cast<std::size_t>(tile_q) * 16;
   workspace.lse_terms = tiles * static_cast<std::size_t>(dq_tile_floats(kernel_head_dim)) * 4;
   workspace.delta_terms = workspace.lse_terms + terms;
-  workspace.key_bounds = workspace.delta_terms + terms;
+  workspace.claimed = workspace.delta_terms + terms;
+  workspace.key_bounds = workspace.claimed + kAlign;
   workspace.bytes = workspace.key_bounds;
   if (problem.deterministic) {
     workspace.bytes += static_cast<std::size_t>(forward.batch * forward.heads_k) * 8;

@@ -13,8 +13,8 @@
 
 #include "common/backward_finish.cuh"
 #include "common/backward_prepare.cuh"
-#include "common/device_scope.h"
 #include "core/softmax_state.h"
+#include "driver.h"
 #include "hopper/backward_paired.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_workspace.h"
@@ -22,12 +22,6 @@
 #include "pantile/attention.h"
 
 namespace pantile::hopper {
-
-inline Status backward_status(cudaError_t error, const char* what) {
-  return error == cudaSuccess
-             ? Status()
-             : Status::error(StatusCode::device_error, "%s: %s", what, cudaGetErrorString(error));
-}
 
 // Everything about one call that is not a template parameter.
 class BackwardCall {
@@ -44,20 +38,21 @@ class BackwardCall {
         keys_(side(forward_.seqlen_k, tensors.forward.cu_seqlens_k, tensors.forward.seqused_k)),
         row_tiles_(numbers(counted_rows(forward_), plan.tile_q, queries_.cu_seqlens)),
         key_tiles_(numbers(counted_keys(forward_), plan.tile_k, keys_.cu_seqlens)),
-        key_blocks_(plan.blocks),
+        main_blocks_(plan.blocks),
+        key_work_(static_cast<int>(key_work(forward_, plan.tile_k))),
         dq_tile_floats_(dq_tile_floats(plan.kernel->head_dim)),
         mask_(core::make_mask(0, 0, forward_.window_left, forward_.window_right)) {}
 
   template <class Config, MaskKind kMask, SumKind kSum>
   Status run() const {
     Status status;
-    if (kSum == SumKind::integer && key_blocks_ > 0) {
+    if (kSum == SumKind::integer && key_work_ > 0) {
       status = bound_keys<Config>();
     }
-    if (status.ok() && row_blocks() > 0) {
+    if (status.ok()) {
       status = prepare<Config>();
     }
-    if (status.ok() && key_blocks_ > 0) {
+    if (status.ok() && main_blocks_ > 0) {
       status = run_main<Config, kMask, kSum>();
     }
     if (status.ok() && row_blocks() > 0) {
@@ -126,11 +121,11 @@ class BackwardCall {
     params.bounds = at<std::uint32_t>(offsets_.key_bounds);
     const std::size_t bytes = static_cast<std::size_t>(forward_.batch * forward_.heads_k) * 8;
     Status status =
-        backward_status(cudaMemsetAsync(params.bounds, 0, bytes, stream_), "cudaMemsetAsync");
+        cuda::check(cudaMemsetAsync(params.bounds, 0, bytes, stream_), "cudaMemsetAsync");
     if (status.ok()) {
       common::bound_keys<Config::kDType>
-          <<<key_blocks_, common::kPrepareThreads, 0, stream_>>>(params);
-      status = backward_status(cudaGetLastError(), "bound_keys");
+          <<<key_work_, common::kPrepareThreads, 0, stream_>>>(params);
+      status = cuda::check(cudaGetLastError(), "bound_keys");
     }
     return status;
   }
@@ -145,13 +140,14 @@ class BackwardCall {
     params.o_layout = forward_.o;
     params.grad_o_layout = problem_.grad_o;
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
+    params.claimed = at<int>(offsets_.claimed);
     params.lse = tensors_.forward.lse;
     params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
     params.lse_head_stride = forward_.packed_q ? forward_.total_q : forward_.seqlen_q;
     params.lse_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q * forward_.heads_q;
     common::prepare_rows<Config::kDType, Config::kTileQ, kRowThreads>
-        <<<row_blocks(), common::kPrepareThreads, 0, stream_>>>(params);
-    return backward_status(cudaGetLastError(), "prepare_rows");
+        <<<core::max_of(row_blocks(), 1), common::kPrepareThreads, 0, stream_>>>(params);
+    return cuda::check(cudaGetLastError(), "prepare_rows");
   }
 
   template <class Config>
@@ -217,6 +213,8 @@ class BackwardCall {
     params.scale_log2 = forward_.scale * core::kLog2E;
     params.masked_score = forward_.scale > 0.0f ? -__builtin_huge_valf() : __builtin_huge_valf();
     params.row_tile_count = offsets_.row_tile_count;
+    params.work_count = key_work_;
+    params.claimed = at<int>(offsets_.claimed);
     params.dq_sum = at<float>(offsets_.dq_sum);
     params.lse_terms = at<uint4>(offsets_.lse_terms);
     params.delta_terms = at<uint4>(offsets_.delta_terms);
@@ -246,13 +244,13 @@ class BackwardCall {
 
   Status launch(void (*kernel)(BackwardMaps, BackwardParams), int shared_bytes, int threads,
                 const BackwardMaps& maps, const BackwardParams& params) const {
-    const Status status = backward_status(
+    const Status status = cuda::check(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
         "cudaFuncSetAttribute");
     if (!status.ok()) {
       return status;
     }
-    return launch_early("the main backward kernel", kernel, key_blocks_, threads, shared_bytes,
+    return launch_early("the main backward kernel", kernel, main_blocks_, threads, shared_bytes,
                         maps, params);
   }
 
@@ -287,7 +285,7 @@ class BackwardCall {
     config.stream = stream_;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    return backward_status(cudaLaunchKernelEx(&config, kernel, params...), name);
+    return cuda::check(cudaLaunchKernelEx(&config, kernel, params...), name);
   }
 
   const BackwardProblem& problem_;
@@ -298,7 +296,8 @@ class BackwardCall {
   const cudaStream_t stream_;
   const core::SequenceSide queries_, keys_;
   const common::TileNumbers row_tiles_, key_tiles_;
-  const int key_blocks_;
+  const int main_blocks_;
+  const int key_work_;
   const int dq_tile_floats_;
   const core::Mask mask_;  // only its window
 };
@@ -309,9 +308,9 @@ Status launch_backward(const BackwardPlan& plan, const BackwardTensors& tensors,
   using Config = BackwardConfig<kDType, kHeadDim, kHeadDimV>;
   static_assert(Config::kTileQ == backward_tile_q(kHeadDim));
   static_assert(Config::kTileK == backward_tile_k(kHeadDim));
-  const common::DeviceScope device(plan.device.device.index);
-  if (device.error() != cudaSuccess) {
-    return backward_status(device.error(), "cudaSetDevice");
+  const cuda::DeviceGuard device(plan.device.device.index);
+  if (!device.status().ok()) {
+    return device.status();
   }
   const BackwardCall call(plan, tensors, workspace, static_cast<cudaStream_t>(stream));
   return plan.problem.deterministic ? call.run<Config, kMask, SumKind::integer>()

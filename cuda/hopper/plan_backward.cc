@@ -157,9 +157,9 @@ void configure_backward(BackwardPlan* plan) {
   const int head_dim = plan->kernel->head_dim;
   plan->tile_q = backward_tile_q(head_dim);
   plan->tile_k = backward_tile_k(head_dim);
+  const std::int64_t work = key_work(forward, plan->tile_k);
   plan->blocks = static_cast<int>(
-      common::tile_numbers(forward.packed_k, counted_keys(forward), forward.batch, plan->tile_k) *
-      forward.heads_k);
+      core::min_of<std::int64_t>(work, core::max_of(plan->device.multiprocessors, 1)));
   plan->workspace.bytes = backward_workspace(plan->problem, head_dim).bytes;
   plan->workspace.zeroed_bytes = 0;
 }

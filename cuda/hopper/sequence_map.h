@@ -13,10 +13,10 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "driver.h"
 #include "pantile/problem.h"
 #include "pantile/status.h"
 
@@ -29,36 +29,14 @@ struct SequenceTensor {
   std::int64_t dim, extent, heads, batch;  // batch is 1 for packed tensors
 };
 
-namespace detail {
-
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
-                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// From the driver that is loaded, so that the library does not link against it.
-inline EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
-                                                               12000, cudaEnableDefault, &found);
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess
-               ? reinterpret_cast<EncodeTiled>(entry)
-               : nullptr;
-  }();
-  return function;
-}
-
-}  // namespace detail
-
 // Boxes of box_rows x 64 columns of 16-bit elements, 128-byte swizzled; columns past `dim` are
 // zeros. An empty tensor gets a map that nothing may load from.
 inline Status encode_sequence_map(const SequenceTensor& tensor, DType dtype, int box_rows,
                                   CUtensorMap* map) {
-  const detail::EncodeTiled encode = detail::encode_tiled();
+  Status status;
+  const cuda::TensorMapEncoder encode = cuda::tensor_map_encoder(&status);
   if (encode == nullptr) {
-    return Status::error(StatusCode::unavailable, "the driver has no cuTensorMapEncodeTiled");
+    return status;
   }
   const auto size = [](std::int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); };
   // An axis of one element needs a valid stride all the same.
