@@ -45,8 +45,11 @@ struct ForwardTile {
   constexpr int threads() const { return warps * 32; }
 };
 
+inline constexpr int kWorkBytes = 128;  // ForwardWork and BackwardWork (storage.cuh)
+
 constexpr int forward_shared_bytes(const ForwardTile& tile, int head_dim, int head_dim_v) {
-  return 2 * (tile.tile_q * head_dim + tile.stages * tile.tile_k * (head_dim + head_dim_v));
+  return 2 * (tile.tile_q * head_dim + tile.stages * tile.tile_k * (head_dim + head_dim_v)) +
+         kWorkBytes;
 }
 
 // Two warps a scheduler (8 a multiprocessor) that drift apart keep the tensor cores fed; one alone
@@ -101,13 +104,11 @@ struct BackwardTile {
 // Per row: minus LSE, minus delta, and the scale of integer sums (backward_rows.cuh).
 inline constexpr int kRowTerms = 3;
 
-inline constexpr int kBackwardWorkBytes = 128;  // storage.cuh
-
 constexpr int backward_shared_bytes(const BackwardTile& tile, int head_dim, int head_dim_v) {
   const int weights = tile.column_warps > 1 ? 2 : 1;  // dS, and P if it is shared
   return 2 * (tile.tile_k + tile.stages * tile.tile_q) * (head_dim + head_dim_v) +
          2 * weights * tile.tile_k * tile.tile_q + 4 * tile.stages * kRowTerms * tile.tile_q +
-         kBackwardWorkBytes;
+         kWorkBytes;
 }
 
 constexpr BackwardTile backward_tile(int head_dim, SharedClass shared) {

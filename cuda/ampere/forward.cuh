@@ -109,14 +109,13 @@ PANTILE_DEVICE void run_sequential(Block& block) {
 // Pipelined: S of tile n - 1 and P V of tile n in one stream, half a tile of keys at a time. On
 // entry `s` holds the masked scores of tile n and the references cover them; on exit the same holds
 // for tile n - 1. Tile n lies in stage n % 2; K of a tile arrives with V of the tile after it.
-template <bool kNextMasked, class Config, class Block>
-PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int n, int& groups,
-                                   bool masked) {
+template <bool kMasked, bool kNextMasked, class Config, class Block>
+PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int n, int& groups) {
   constexpr int kStep = Block::kKeyGroups / 2;  // groups of 16 keys
   constexpr int kSlots = kStep * (Block::kDepthSteps + Block::kValueSteps);
   constexpr int kUnits = kStep * 2 * Config::kRowTiles;  // 16 x 8 scores each
   prim::wait_copies<0>();
-  block.publish_values(n & 1, n, masked);
+  block.publish_values(n & 1, n, kMasked);
   block.template fetch_values<false>(n - 1, (n - 1) & 1);
   block.template fetch_keys<false>(n - 2, n & 1);
   prim::commit_copies();
@@ -150,7 +149,7 @@ PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int 
     };
     block.template score_groups<kNextMasked, kStep>(s, (n - 1) & 1, step * kStep, next_groups,
                                                     between);
-    block.template value_groups<kNextMasked>(p[step], n & 1, step * kStep, groups, [&](int slot) {
+    block.template value_groups<kMasked>(p[step], n & 1, step * kStep, groups, [&](int slot) {
       between(kStep * Block::kDepthSteps + slot);
     });
   }
@@ -178,8 +177,6 @@ PANTILE_DEVICE void run_pipelined(Block& block) {
   block.template fetch_values<true>(n, n & 1);
   block.template fetch_keys<false>(n - 1, (n - 1) & 1);
   prim::commit_copies();
-  const auto masked = [&](int tile) { return tile >= tiles.full.end || tile < tiles.full.begin; };
-
   typename Block::Scores s;
   int groups = block.seen_groups(n);
   block.template score_product<true>(s, n & 1, groups);
@@ -188,20 +185,24 @@ PANTILE_DEVICE void run_pipelined(Block& block) {
   block.softmax.raise_references();
 #pragma unroll 1
   for (; n > tiles.visit.begin && n > tiles.full.end; --n) {
-    pipelined_step<true, Config>(block, s, n, groups, true);
+    pipelined_step<true, true, Config>(block, s, n, groups);
+  }
+  if (n > tiles.full.begin) {
+    pipelined_step<true, false, Config>(block, s, n, groups);
+    --n;
   }
 #pragma unroll 1
   for (; n > tiles.full.begin; --n) {
-    pipelined_step<false, Config>(block, s, n, groups, masked(n));
+    pipelined_step<false, false, Config>(block, s, n, groups);
   }
   if constexpr (Block::kLeftBound) {
 #pragma unroll 1
     for (; n > tiles.visit.begin; --n) {
-      pipelined_step<true, Config>(block, s, n, groups, masked(n));
+      pipelined_step<true, true, Config>(block, s, n, groups);
     }
   }
   prim::wait_copies<0>();
-  block.publish_values(n & 1, n, masked(n));
+  block.publish_values(n & 1, n, true);
   block.template value_product<true>(s, n & 1, groups);
 }
 
@@ -210,12 +211,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     forward_kernel(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) char shared[];
   using Block = ForwardBlock<Config, kDType, kMask>;
-  if (!Block::has_rows(params)) {
-    return;
+  const ForwardWork work = Block::locate(params);
+  if (work.row0 >= work.sequence.allocated) {
+    return;  // packed sequences are shorter than the grid allows for
   }
-  Block block(params, *reinterpret_cast<ForwardStorage<Config>*>(shared));
+  ForwardStorage<Config>& storage = *reinterpret_cast<ForwardStorage<Config>*>(shared);
+  Block::fetch_queries(params, storage, work);
+  Block block(params, storage, work);
   block.clear_missing_columns();
-  block.fetch_queries();
   if constexpr (Config::kSchedule == Schedule::pipelined) {
     run_pipelined<Config>(block);
   } else {

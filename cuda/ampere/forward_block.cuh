@@ -37,30 +37,17 @@ class ForwardBlock {
 
   static constexpr bool kPartlySeen = kMask != MaskKind::full;
 
-  // The block's rows: from `first` of the sequence on.
-  struct BlockRows {
-    int head, first;
-    SequenceRows sequence;
-  };
-
-  PANTILE_DEVICE static BlockRows locate(const ForwardParams& params, int block) {
-    const core::WorkTile work = params.order.tile(block);
-    return BlockRows{work.head, work.tile * kTileQ, sequence_rows(params.queries, work.batch)};
-  }
-
   // LSE of the sequence's first row; null when it is not wanted.
-  PANTILE_DEVICE float* lse_rows(const BlockRows& block) const {
+  PANTILE_DEVICE float* lse_rows(const ForwardWork& work) const {
     if (params_.lse == nullptr) {
       return nullptr;
     }
     const std::int64_t heads_before =
         params_.lse_packed
-            ? block.head
-            : static_cast<std::int64_t>(block.sequence.batch) * params_.heads_q + block.head;
-    return params_.lse + heads_before * params_.lse_head_stride + block.sequence.first;
+            ? work.head
+            : static_cast<std::int64_t>(work.sequence.batch) * params_.heads_q + work.head;
+    return params_.lse + heads_before * params_.lse_head_stride + work.sequence.first;
   }
-
-  PANTILE_DEVICE QCopy q_copy() const { return QCopy(params_.head_dim); }
 
  public:
   static constexpr int kDepthSteps = Config::kHeadDim / 16;   // of Q K^T
@@ -70,25 +57,35 @@ class ForwardBlock {
   using Scores = typename Softmax::Scores;
   using Weights = typename Softmax::Weights;
 
-  PANTILE_DEVICE ForwardBlock(const ForwardParams& params, Storage& storage)
+  PANTILE_DEVICE static ForwardWork locate(const ForwardParams& params) {
+    const core::WorkTile work = params.order.tile(static_cast<int>(blockIdx.x));
+    return ForwardWork{work.head, work.tile * kTileQ, sequence_rows(params.queries, work.batch)};
+  }
+
+  // Before all else, so that the copy runs while the rest is worked out.
+  PANTILE_DEVICE static void fetch_queries(const ForwardParams& params, Storage& storage,
+                                           const ForwardWork& work) {
+    const QCopy copy(params.head_dim);
+    const tile::HeadRows q = head_rows(params.q, work.sequence, work.head);
+    copy.copy_ragged_if(true, prim::shared_address(storage.q), copy.source(q, work.row0),
+                        params.q_pass_bytes, work.sequence.length - work.row0);
+  }
+
+  PANTILE_DEVICE ForwardBlock(const ForwardParams& params, Storage& storage,
+                              const ForwardWork& work)
       : params_(params), storage_(storage), k_copy_(params.head_dim), v_copy_(params.head_dim_v) {
-    const BlockRows rows = locate(params, static_cast<int>(blockIdx.x));
-    const SequenceRows keys = sequence_rows(params.keys, rows.sequence.batch);
-    const int key_head = params.group.divide(rows.head);
-    row0_ = rows.first;
-    mask_ = core::Mask{rows.sequence.length, keys.length,
+    if (threadIdx.x == 0) {
+      storage.work = work;  // read behind the first barrier
+    }
+    const SequenceRows keys = sequence_rows(params.keys, work.sequence.batch);
+    const int key_head = params.group.divide(work.head);
+    row0_ = work.row0;
+    mask_ = core::Mask{work.sequence.length, keys.length,
                        kLeftBound ? params.window_left : core::kNoBound,
                        kLeftBound                ? params.window_right
                        : kMask == MaskKind::full ? core::kNoBound
                                                  : 0};
-    tiles_ = core::TilePlan{{0, 0}, {0, 0}};
-    if (row0_ < mask_.rows) {
-      tiles_ = core::plan_row_tile(
-          mask_, core::Span{row0_, core::min_of(row0_ + kTileQ, mask_.rows)}, kTileK);
-    }
-    if constexpr (!kLeftBound) {  // known to the compiler now
-      tiles_.visit.begin = tiles_.full.begin = 0;
-    }
+    tiles_ = plan_tiles();
     const int last_tile = (tiles_.visit.end - 1) * kTileK;
     next_k_ = k_copy_.source(head_rows(params.k, keys, key_head), last_tile);
     next_v_ = v_copy_.source(head_rows(params.v, keys, key_head), last_tile);
@@ -101,12 +98,6 @@ class ForwardBlock {
   // Key tiles to visit, and those of them that need no mask.
   PANTILE_DEVICE const core::TilePlan& tiles() const { return tiles_; }
 
-  // Whether the block has rows to write: packed sequences are shorter than the grid allows for.
-  PANTILE_DEVICE static bool has_rows(const ForwardParams& params) {
-    const BlockRows rows = locate(params, static_cast<int>(blockIdx.x));
-    return rows.first < rows.sequence.allocated;
-  }
-
   PANTILE_DEVICE std::uint32_t k_tile(int stage) const {
     return prim::shared_address(storage_.stages[stage].k);
   }
@@ -118,7 +109,7 @@ class ForwardBlock {
 
   PANTILE_DEVICE void clear_missing_columns() {
     if (params_.head_dim < Config::kHeadDim || params_.head_dim_v < Config::kHeadDimV) {
-      q_copy().clear_missing_columns(storage_.q);
+      QCopy(params_.head_dim).clear_missing_columns(storage_.q);
       for (typename Storage::Stage& stage : storage_.stages) {
         k_copy_.clear_missing_columns(stage.k);
         v_copy_.clear_missing_columns(stage.v);
@@ -126,43 +117,36 @@ class ForwardBlock {
     }
   }
 
-  PANTILE_DEVICE void fetch_queries() {
-    const BlockRows rows = locate(params_, static_cast<int>(blockIdx.x));
-    const tile::HeadRows q = head_rows(params_.q, rows.sequence, rows.head);
-    q_copy().copy_ragged(prim::shared_address(storage_.q), q_copy().source(q, rows.first),
-                         q.stride * QCopy::kPassRows * 2, rows.sequence.length - rows.first);
-  }
-
   // Tiles are fetched one after the other, from the last one that is seen to the first. Only that
   // last one may be ragged.
   template <bool kMaybeRagged>
   PANTILE_DEVICE void fetch_keys(int n, int stage) {
-    if (n >= tiles_.visit.begin) {
-      if constexpr (kMaybeRagged) {
-        k_copy_.copy_ragged(k_tile(stage), next_k_, params_.k_pass_bytes, mask_.keys - n * kTileK);
-      } else {
-        k_copy_.copy(k_tile(stage), next_k_, params_.k_pass_bytes);
-      }
-      next_k_ -= params_.k_tile_bytes;
+    const bool wanted = n >= tiles_.visit.begin;
+    if constexpr (kMaybeRagged) {
+      k_copy_.copy_ragged_if(wanted, k_tile(stage), next_k_, params_.k_pass_bytes,
+                             mask_.keys - n * kTileK);
+    } else {
+      k_copy_.copy_if(wanted, k_tile(stage), next_k_, params_.k_pass_bytes);
     }
+    next_k_ -= params_.k_tile_bytes;
   }
 
   template <bool kMaybeRagged>
   PANTILE_DEVICE void fetch_values(int n, int stage) {
-    if (n >= tiles_.visit.begin) {
-      if constexpr (kMaybeRagged) {
-        v_copy_.copy_ragged(v_tile(stage), next_v_, params_.v_pass_bytes, mask_.keys - n * kTileK);
-      } else {
-        v_copy_.copy(v_tile(stage), next_v_, params_.v_pass_bytes);
-      }
-      next_v_ -= params_.v_tile_bytes;
+    const bool wanted = n >= tiles_.visit.begin;
+    if constexpr (kMaybeRagged) {
+      v_copy_.copy_ragged_if(wanted, v_tile(stage), next_v_, params_.v_pass_bytes,
+                             mask_.keys - n * kTileK);
+    } else {
+      v_copy_.copy_if(wanted, v_tile(stage), next_v_, params_.v_pass_bytes);
     }
+    next_v_ -= params_.v_tile_bytes;
   }
 
   // The barrier behind the fetch of Q and the first K.
   PANTILE_DEVICE void publish_queries() {
     if (params_.negate_q) {
-      q_copy().negate(storage_.q);
+      QCopy(params_.head_dim).negate(storage_.q);
     }
     __syncthreads();
     if constexpr (Config::kQInRegisters) {
@@ -219,6 +203,24 @@ class ForwardBlock {
   }
 
   // ---- masks
+
+  // Without a left bound the tiles begin with 0, which the compiler should know.
+  PANTILE_DEVICE core::TilePlan plan_tiles() const {
+    if constexpr (kMask == MaskKind::full) {
+      return row0_ < mask_.rows
+                 ? core::TilePlan{{0, core::ceil_div(mask_.keys, kTileK)}, {0, mask_.keys / kTileK}}
+                 : core::TilePlan{{0, 0}, {0, 0}};
+    }
+    core::TilePlan tiles{{0, 0}, {0, 0}};
+    if (row0_ < mask_.rows) {
+      tiles = core::plan_row_tile(
+          mask_, core::Span{row0_, core::min_of(row0_ + kTileQ, mask_.rows)}, kTileK);
+    }
+    if constexpr (!kLeftBound) {
+      tiles.visit.begin = tiles.full.begin = 0;
+    }
+    return tiles;
+  }
 
   // The row, within the sequence, of this lane's accumulator elements 0 and 1 of row tile 0;
   // elements 2 and 3 are 8 rows, the next row tile 16 rows below.
@@ -416,7 +418,7 @@ class ForwardBlock {
     for (int i = 0; i < kCount; ++i) {
 #pragma unroll
       for (int column16 = 0; column16 < kValueSteps; ++column16) {
-        if (!kPartlySeen || first + i < groups) {
+        if (!kMasked || first + i < groups) {
           value_step(p[i], v_lane, first + i, column16);
         }
         between(i * kValueSteps + column16);
@@ -429,13 +431,13 @@ class ForwardBlock {
   // All copies have landed and every warp is past its last S, so each may overwrite its own rows of
   // Q. Rows past the sequence's length, as far as the tensor has them, are those of an empty row.
   PANTILE_DEVICE void store() {
-    const BlockRows block = locate(params_, prim::fresh_block_index());
+    const ForwardWork work = storage_.work;
     const int thread = prim::fresh_thread_index();
     const int lane = thread % 32;
     const int warp_row = thread / 32 * Config::kWarpRows;
-    const int first = block.first + warp_row;
+    const int first = work.row0 + warp_row;
     char* const rows = reinterpret_cast<char*>(storage_.q + warp_row * Config::kHeadDim);
-    float* const lse = lse_rows(block);
+    float* const lse = lse_rows(work);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -448,21 +450,21 @@ class ForwardBlock {
               prim::pack<kDType>(softmax.o[m][j][2 * r] * normaliser,
                                  softmax.o[m][j][2 * r + 1] * normaliser);
         }
-        if (lse != nullptr && lane % 4 == 0 && first + row < block.sequence.allocated) {
+        if (lse != nullptr && lane % 4 == 0 && first + row < work.sequence.allocated) {
           lse[first + row] =
-              first + row < block.sequence.length ? softmax.log_sum_exp(m, r) : -INFINITY;
+              first + row < work.sequence.length ? softmax.log_sum_exp(m, r) : -INFINITY;
         }
       }
     }
     __syncwarp();
-    const tile::HeadRows o = head_rows(params_.o, block.sequence, block.head);
+    const tile::HeadRows o = head_rows(params_.o, work.sequence, work.head);
 #pragma unroll 4
     for (int i = lane; i < Config::kWarpRows * VRows::kChunks; i += 32) {
       const int row = i / VRows::kChunks;
       const int chunk = i % VRows::kChunks;
-      if (first + row < block.sequence.allocated && chunk * 8 < params_.head_dim_v) {
+      if (first + row < work.sequence.allocated && chunk * 8 < params_.head_dim_v) {
         uint4 value = *reinterpret_cast<const uint4*>(rows + VRows::offset(row, chunk));
-        if (first + row >= block.sequence.length) {
+        if (first + row >= work.sequence.length) {
           value = uint4{0, 0, 0, 0};
         }
         *reinterpret_cast<uint4*>(o.rows + (first + row) * o.stride + chunk * 8) = value;

@@ -16,7 +16,7 @@ namespace pantile::ampere {
 struct ForwardParams {
   Operand q, k, v, o;
   // From a row to the one that the same thread copies next, and to the same row of the next tile.
-  std::int64_t k_pass_bytes, k_tile_bytes, v_pass_bytes, v_tile_bytes;
+  std::int64_t q_pass_bytes, k_pass_bytes, k_tile_bytes, v_pass_bytes, v_tile_bytes;
   float* lse;                        // null when not wanted
   std::int64_t lse_head_stride;      // rows of one head of LSE
   bool lse_packed;                   // [heads, total] instead of [batch, heads, rows]

@@ -48,6 +48,7 @@ Status launch_forward_tile(ForwardParams params, int blocks, cudaStream_t stream
   using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile>;
   static_assert(kSharedBytes <= shared_class_bytes(kShared));
   static_assert(sizeof(ForwardStorage<Config>) == kSharedBytes);
+  params.q_pass_bytes = params.q.seq * Config::QCopy::kPassRows * 2;
   params.k_pass_bytes = params.k.seq * Config::KCopy::kPassRows * 2;
   params.v_pass_bytes = params.v.seq * Config::VCopy::kPassRows * 2;
   params.k_tile_bytes = params.k.seq * kTile.tile_k * 2;

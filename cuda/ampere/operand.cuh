@@ -29,13 +29,16 @@ struct SequenceRows {
   int allocated;  // rows of the tensor, more than `length` if seqused cuts the sequence short
 };
 
-// `side` carries no strides.
+// What core::locate_sequence says of a side without strides, and the allocated length.
 PANTILE_DEVICE SequenceRows sequence_rows(const core::SequenceSide& side, int batch) {
-  const core::Sequence used = core::locate_sequence(side, batch);
-  core::SequenceSide whole = side;
-  whole.seqused = nullptr;
-  return SequenceRows{batch, side.cu_seqlens == nullptr ? 0 : static_cast<int>(used.row),
-                      used.length, core::locate_sequence(whole, batch).length};
+  SequenceRows rows{batch, 0, 0, side.max_length};
+  if (side.cu_seqlens != nullptr) {
+    rows.first = side.cu_seqlens[batch];
+    rows.allocated = side.cu_seqlens[batch + 1] - rows.first;
+  }
+  rows.length = side.seqused == nullptr ? rows.allocated
+                                        : core::clamp(side.seqused[batch], 0, rows.allocated);
+  return rows;
 }
 
 PANTILE_DEVICE tile::HeadRows head_rows(const Operand& x, const SequenceRows& sequence, int head) {

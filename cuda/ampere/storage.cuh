@@ -9,6 +9,14 @@
 
 namespace pantile::ampere {
 
+// The rows that a block of the forward works on. They lie in shared memory because the loop has no
+// registers left for what is needed again at the end.
+struct ForwardWork {
+  int head;
+  int row0;  // the block's first row, in the sequence
+  SequenceRows sequence;
+};
+
 template <class Config>
 struct ForwardStorage {
   struct Stage {
@@ -18,6 +26,7 @@ struct ForwardStorage {
   // Q; at the end each warp turns the rows it owns into O on their way to global memory.
   alignas(128) std::uint16_t q[Config::kTileQ * Config::kHeadDim];
   Stage stages[Config::kStages];
+  alignas(kWorkBytes) ForwardWork work;
 };
 
 // What a block of the backward works on. It lies in shared memory because the loop has no registers
@@ -45,7 +54,7 @@ struct BackwardStorage {
   // dS and, if warps share it, P. Transposed: one row a key, one column a query row.
   alignas(
       128) std::uint16_t weights[Config::kSharesWeights ? 2 : 1][Config::kTileK * Config::kTileQ];
-  alignas(kBackwardWorkBytes) BackwardWork work;
+  alignas(kWorkBytes) BackwardWork work;
 };
 
 }  // namespace pantile::ampere

@@ -15,29 +15,29 @@ inline constexpr int kRegistersPerThreadAtEntry[] = {0, 0, 168, 128};  // by mat
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kRowsPerWarpgroup = 64;  // the M of wgmma
 
-// Where a finished tile of O waits for its TMA store.
-enum class OutputPlace : std::uint8_t {
-  in_q,  // two Q buffers; O takes the place of the Q it came from. The next tile's Q is already
-         // there, so its first product starts while the last one of this tile runs.
-  in_v,  // one Q buffer; O lies in the stages of V. For head dims whose two Q buffers do not fit.
-};
-
 struct ForwardConfig {
   int head_dim;         // of Q and K; smaller ones are padded with zeros by TMA
   int head_dim_v;       // of V and O
   int tile_k;           // keys per step
   int math_warpgroups;  // each has 64 rows of the tile
-  OutputPlace output;
+  // Q buffers. With two or more, a finished tile of O takes the place of the Q it came from and the
+  // next tile's Q is already there, so that its first product starts while the last one of this
+  // tile runs. With one, O lies in the stages of V: for head dims whose two Q buffers do not fit.
+  int q_buffers;
   // Quarters of a step's exponentials that run before the wait for the product P V of the step
   // before; the rest runs after it, together with the conversion of P.
   int early_quarters;
+  // With one Q buffer: O of warpgroup 0 has a place of its own and that of warpgroup 1 lies in the
+  // stage of V used last, so that the next tile's first V can be loaded at once.
+  bool o_apart = false;
+  int k_stages = 2;
+  int v_stages = 2;
 
-  static constexpr int kStages = 2;  // of K and of V; more did not help
-  static constexpr int kTiles = 4;   // ring of tile descriptions
+  static constexpr int kTiles = 8;  // ring of tile descriptions
 
   constexpr int tile_q() const { return kRowsPerWarpgroup * math_warpgroups; }
   constexpr int threads() const { return kWarpgroupThreads * (math_warpgroups + 1); }
-  constexpr int q_buffers() const { return output == OutputPlace::in_q ? 2 : 1; }
+  constexpr bool output_in_q() const { return q_buffers > 1; }
 
   constexpr tile::PanelTile q_tile() const { return {kRowsPerWarpgroup, head_dim}; }
   constexpr tile::PanelTile o_tile() const { return {kRowsPerWarpgroup, head_dim_v}; }
@@ -46,8 +46,9 @@ struct ForwardConfig {
 
   // Tiles, then up to 1 KiB of barriers and descriptions, then 1 KiB to align the whole.
   constexpr int shared_bytes() const {
-    return q_buffers() * math_warpgroups * q_tile().bytes() +
-           kStages * (k_tile().bytes() + v_tile().bytes()) + 2 * tile::kTileAlignment;
+    return q_buffers * math_warpgroups * q_tile().bytes() + k_stages * k_tile().bytes() +
+           v_stages * v_tile().bytes() + (o_apart ? o_tile().bytes() : 0) +
+           2 * tile::kTileAlignment;
   }
 
   // setmaxnreg: what the producer's warpgroup gives up, the math warpgroups get.
@@ -63,10 +64,17 @@ struct ForwardConfig {
            early_quarters <= 4 && shared_bytes() <= kSharedMemoryBytes &&
            producer_registers() + math_warpgroups * math_registers() <=
                entry * (math_warpgroups + 1) &&
-           matrix_registers() + 24 <= math_registers() &&
-           (output == OutputPlace::in_q
-                ? o_tile().bytes() <= q_tile().bytes()
-                : math_warpgroups * o_tile().bytes() <= kStages * v_tile().bytes());
+           matrix_registers() + 24 <= math_registers() && q_buffers >= 1 &&
+           q_buffers + 2 <= kTiles && output_fits();
+  }
+
+  constexpr bool output_fits() const {
+    if (output_in_q()) {
+      return !o_apart && o_tile().bytes() <= q_tile().bytes();
+    }
+    return v_stages == 2 &&
+           (o_apart ? math_warpgroups == 2 && o_tile().bytes() <= v_tile().bytes()
+                    : math_warpgroups * o_tile().bytes() <= v_stages * v_tile().bytes());
   }
 };
 
@@ -81,25 +89,23 @@ struct ForwardShapes {
 // The table. H200, bf16, 16384 tokens, hidden 2048; TFLOP/s in docs/hopper.md.
 
 constexpr ForwardShapes forward_shapes(int head_dim, int head_dim_v, MaskKind mask) {
-  constexpr OutputPlace in_q = OutputPlace::in_q;
-  constexpr OutputPlace in_v = OutputPlace::in_v;
   const bool full = mask == MaskKind::full;
   if (head_dim <= 64 && head_dim_v <= 64) {
-    return {{64, 64, 128, 3, in_q, 4}, {64, 64, 128, 2, in_q, 2}, true};
+    return {{64, 64, 128, 3, 3, full ? 0 : 4}, {64, 64, 128, 2, 4, 2}, true};
   }
   if (head_dim <= 96 && head_dim_v <= 96) {
-    return {{96, 96, 128, 2, in_q, 2}, {96, 96, 160, 2, in_q, 2}, full};
+    return {{96, 96, 128, 2, 3, 2}, {96, 96, 160, 2, 2, 2}, true};
   }
   if (head_dim <= 128 && head_dim_v <= 128) {
-    return {{128, 128, 128, 2, in_q, 2}, {128, 128, 160, 2, in_q, 2}, full};
+    return {{128, 128, 128, 2, 3, 2}, {128, 128, 160, 2, 2, 2}, true};
   }
   if (head_dim <= 192 && head_dim_v <= 128) {
-    return {{192, 128, 128, 2, in_v, 2}, {}, false};
+    return {{192, 128, 128, 2, 1, 2}, {}, false};
   }
   if (head_dim <= 192 && head_dim_v <= 192) {
-    return {{192, 192, full ? 112 : 96, 2, in_v, 2}, {}, false};
+    return {{192, 192, full ? 112 : 96, 2, 1, 2, !full}, {}, false};
   }
-  return {{256, 256, full ? 80 : 64, 2, in_v, 2}, {}, false};
+  return {{256, 256, full ? 80 : 64, 2, 1, 2, !full}, {}, false};
 }
 
 // Does the second shape serve these lengths better?
@@ -108,7 +114,11 @@ constexpr bool prefers_other_shape(int head_dim, MaskKind mask, std::int64_t seq
   if (head_dim <= 64) {
     return mask != MaskKind::full && seqlen_q <= 1024;  // tiles of 128 rows waste less diagonal
   }
-  return seqlen_k >= 8192;  // more keys per step: fewer steps, but a larger ragged end
+  // More keys per step: fewer steps, but a larger ragged or masked end.
+  if (head_dim <= 96) {
+    return mask == MaskKind::full ? seqlen_k >= 1024 : seqlen_k >= 2048;
+  }
+  return mask == MaskKind::full ? seqlen_k >= 4096 : seqlen_k > 4096;
 }
 
 // A kernel's shape and mask as a type (nvcc 13.0 cannot launch a __global__ template that has a

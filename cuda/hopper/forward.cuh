@@ -50,16 +50,18 @@ class MathWarpgroup {
     if (group_ == 0) {
       prim::barrier_arrive(Barriers::turn(0), Barriers::kTurnThreads);
     }
-    prim::wait(s_.q_full[0], 0);
-    take_tile();
-    if (visit_end_ > 0) {
+    await_tile();
+    while (visit_end_ > 0) {
       first_step();
-      while (true) {
+      do {
         remaining_steps();
-        if (!(kTwoQ ? next_tile_overlapped() : next_tile())) {
-          break;
-        }
+      } while (kInQ ? next_tile_overlapped() : next_tile());
+      if (!kInQ || kMask == MaskKind::full || info(tile_).keys == 0) {
+        break;
       }
+      release(s_.o_full[buffer_of<kQ>(tile_)]);  // passes the mark on
+      ++tile_;
+      await_tile();
     }
     say_goodbye();
   }
@@ -68,10 +70,12 @@ class MathWarpgroup {
   static constexpr int kTileK = kConfig.tile_k;
   static constexpr int kDim = kConfig.head_dim;
   static constexpr int kDimV = kConfig.head_dim_v;
-  static constexpr int kStages = ForwardConfig::kStages;
+  static constexpr int kKStages = kConfig.k_stages;
+  static constexpr int kVStages = kConfig.v_stages;
   static constexpr int kGroups = kConfig.math_warpgroups;
   static constexpr int kTileQ = kConfig.tile_q();
-  static constexpr bool kTwoQ = kConfig.output == OutputPlace::in_q;
+  static constexpr int kQ = kConfig.q_buffers;
+  static constexpr bool kInQ = kConfig.output_in_q();
   static constexpr int kColumnGroups = kTileK / 8;
   // Whole A fragments of P, which are two groups of 8 columns.
   static constexpr int kEarly = kConfig.early_quarters * (kTileK / 16) / 4 * 2;
@@ -85,15 +89,23 @@ class MathWarpgroup {
     return s_.tiles[buffer_of<ForwardConfig::kTiles>(tile)];
   }
 
-  PANTILE_DEVICE void take_tile() {
+  // Waits for the Q of tile `tile_`, or for the mark in its place.
+  PANTILE_DEVICE void await_tile() {
+    q_buffer_ = buffer_of<kQ>(tile_);
+    prim::wait(s_.q_full[q_buffer_], parity_of<kQ>(tile_));
+    visit_end_ = prim::uniform(info(tile_).visit_end);
+  }
+
+  // The rest of what must be known of the tile; after its first product is on its way.
+  PANTILE_DEVICE void take_bounds() {
     const TileInfo& next = info(tile_);
-    row0_ = prim::uniform(next.row0);
-    visit_end_ = prim::uniform(next.visit_end);
     full_end_ = prim::uniform(next.full_end);
+    clear_tail_ = p_.zero_tail && prim::uniform(next.clear_tail) != 0;
     if constexpr (kMask == MaskKind::full) {
       keys_ = prim::uniform(next.keys);
     } else {
-      shift_ = prim::uniform(next.shift);
+      position0_ = prim::uniform(next.row0 + next.keys - next.rows);
+      careful_ = prim::uniform(next.careful) != 0;
     }
     if constexpr (kMask == MaskKind::window) {
       keys_ = prim::uniform(next.keys);
@@ -109,9 +121,9 @@ class MathWarpgroup {
 
   PANTILE_DEVICE void issue_scores() {
     const std::uint32_t k =
-        k_descriptor_ + stage_offset(buffer_of<kStages>(use_), kConfig.k_tile().bytes());
+        descriptor_at(k_descriptor_, buffer_of<kKStages>(use_), kConfig.k_tile().bytes());
     const std::uint32_t q =
-        q_descriptor_ + stage_offset(q_buffer_, kGroups * kConfig.q_tile().bytes());
+        descriptor_at(q_descriptor_, q_buffer_, kGroups * kConfig.q_tile().bytes());
     prim::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
@@ -131,7 +143,7 @@ class MathWarpgroup {
 
   PANTILE_DEVICE void issue_output(std::uint32_t use) {
     const std::uint32_t v =
-        v_descriptor_ + stage_offset(buffer_of<kStages>(use), kConfig.v_tile().bytes());
+        descriptor_at(v_descriptor_, buffer_of<kVStages>(use), kConfig.v_tile().bytes());
     prim::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
@@ -142,19 +154,31 @@ class MathWarpgroup {
     prim::wgmma_commit();
   }
 
-  PANTILE_DEVICE static std::uint32_t stage_offset(int stage, int bytes) {
-    return static_cast<std::uint32_t>(prim::uniform((stage * bytes) >> 4));
+  // Of a stage `bytes` long, in a uniform register.
+  PANTILE_DEVICE static std::uint32_t descriptor_at(std::uint32_t first, int stage, int bytes) {
+    return static_cast<std::uint32_t>(
+        prim::uniform(static_cast<int>(first + prim::descriptor_step(stage * bytes))));
   }
 
   // ---- waiting and releasing
 
   PANTILE_DEVICE void wait_k(std::uint32_t use) {
-    prim::wait(s_.k_full[buffer_of<kStages>(use)], parity_of<kStages>(use));
+    prim::wait(s_.k_full[buffer_of<kKStages>(use)], parity_of<kKStages>(use));
   }
 
   PANTILE_DEVICE void wait_v(std::uint32_t use) {
-    prim::Mbarrier* barriers = v_guarded_ ? s_.v_ready : s_.v_full;
-    prim::wait(barriers[buffer_of<kStages>(use)], parity_of<kStages>(use));
+    prim::wait(s_.v_full[buffer_of<kVStages>(use)], parity_of<kVStages>(use));
+  }
+
+  // If the guards have an order for the V to be multiplied next: until they have carried it out.
+  // Called outside the unmasked loop, where it would cost a branch in every step.
+  PANTILE_DEVICE void wait_for_guards() {
+    if (v_guarded_) {
+      constexpr int kOrders = ForwardStorage<kConfig>::kOrders;
+      prim::wait(s_.order_done[buffer_of<kOrders>(orders_)], parity_of<kOrders>(orders_));
+      ++orders_;
+      v_guarded_ = false;
+    }
   }
 
   PANTILE_DEVICE void release(prim::Mbarrier& barrier) {
@@ -181,7 +205,7 @@ class MathWarpgroup {
       attn::mask_from(S, {end, end});
     } else {
       const int position =
-          row0_ + shift_ + group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_) - column0;
+          position0_ + group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_) - column0;
       if constexpr (kMask == MaskKind::causal) {
         attn::mask_from(S, {position + 1, position + 9});
       } else {
@@ -223,10 +247,11 @@ class MathWarpgroup {
   PANTILE_DEVICE void first_step() {
     wait_k(use_);
     issue_scores();
+    take_bounds();
     prim::wgmma_wait<0>();
     prim::pin(S);
-    release(s_.k_empty[buffer_of<kStages>(use_)]);
-    if (!kTwoQ && visit_end_ - visit_begin() == 1) {
+    release(s_.k_empty[buffer_of<kKStages>(use_)]);
+    if (!kInQ && visit_end_ - visit_begin() == 1) {
       release(s_.q_empty[0]);
     }
     begin_tile();
@@ -240,7 +265,7 @@ class MathWarpgroup {
   // After the scores of a tile's first step.
   PANTILE_DEVICE void begin_tile() {
     o_started_ = 0;
-    v_guarded_ = kMask != MaskKind::full || (p_.guarded && first_is_masked());
+    v_guarded_ = clear_tail_ || (careful_ && visit_end_ > full_end_);
     if (first_is_masked()) {
       mask(visit_end_ - 1);
     }
@@ -249,17 +274,22 @@ class MathWarpgroup {
   template <bool kMasked>
   PANTILE_DEVICE void step(int key_tile) {
     const std::uint32_t before = use_++;  // the use of V that is still to be multiplied
+    if constexpr (kMasked) {
+      wait_for_guards();
+    }
     take_turn();
     issue_scores();
     wait_v(before);
     issue_output(before);
     o_started_ = 1;
-    v_guarded_ = kMasked;
+    if constexpr (kMasked) {
+      v_guarded_ = careful_;
+    }
     pass_turn();
     prim::wgmma_wait<1>();
     prim::pin(S);
-    release(s_.k_empty[buffer_of<kStages>(use_)]);
-    if (!kTwoQ && key_tile == visit_begin()) {
+    release(s_.k_empty[buffer_of<kKStages>(use_)]);
+    if (!kInQ && key_tile == visit_begin()) {
       release(s_.q_empty[0]);
     }
     if constexpr (kMasked) {
@@ -271,7 +301,7 @@ class MathWarpgroup {
     }
     prim::wgmma_wait<0>();
     prim::pin(O);
-    release(s_.v_empty[buffer_of<kStages>(before)]);
+    release(s_.v_empty[buffer_of<kVStages>(before)]);
     if constexpr (kEarly < kColumnGroups) {
       softmax_.rescale(O);
       late_softmax<false>();
@@ -291,6 +321,7 @@ class MathWarpgroup {
       }
     }
     const int full_begin = kMask == MaskKind::window ? full_begin_ : 0;
+    wait_for_guards();
 #pragma unroll 1
     for (; key_tile >= full_begin; --key_tile) {
       step<false>(key_tile);
@@ -305,22 +336,23 @@ class MathWarpgroup {
 
   // ---- borders of tiles
 
-  // With two Q buffers: the last product of this tile runs with the first one of the next. False
-  // when there is no next tile.
+  // With more than one Q buffer: the last product of this tile runs with the first one of the next.
+  // False when there is no next tile.
   PANTILE_DEVICE bool next_tile_overlapped() {
-    const int finished_buffer = q_buffer_;
+    wait_for_guards();
     const std::uint32_t before = use_++;
+    const int finished_buffer = q_buffer_;
     ++tile_;
-    q_buffer_ = buffer_of<2>(tile_);
-    prim::wait(s_.q_full[q_buffer_], parity_of<2>(tile_));
-    take_tile();
+    await_tile();
     if (visit_end_ == 0) {
       wait_v(before);
       issue_output(before);
+      finish_rows(tile_ - 1);
       prim::wgmma_wait<0>();
       prim::pin(O);
+      release(s_.v_empty[buffer_of<kVStages>(before)]);
       prim::barrier_sync(Barriers::warpgroup(group_), kWarpgroupThreads);
-      write_output(tile_ - 1, finished_buffer, softmax_.row_max, softmax_.row_sum);
+      write_output(tile_ - 1, finished_buffer);
       return false;
     }
     wait_k(use_);
@@ -329,11 +361,11 @@ class MathWarpgroup {
     wait_v(before);
     issue_output(before);
     pass_turn();
+    finish_rows(tile_ - 1);
+    take_bounds();
     prim::wgmma_wait<1>();
     prim::pin(S);
-    release(s_.k_empty[buffer_of<kStages>(use_)]);
-    const float row_max[2] = {softmax_.row_max[0], softmax_.row_max[1]};
-    const float row_sum[2] = {softmax_.row_sum[0], softmax_.row_sum[1]};
+    release(s_.k_empty[buffer_of<kKStages>(use_)]);
     begin_tile();
     early_softmax<true>();
     if (visit_end_ - visit_begin() > 1) {
@@ -341,26 +373,27 @@ class MathWarpgroup {
     }
     prim::wgmma_wait<0>();
     prim::pin(O);
-    release(s_.v_empty[buffer_of<kStages>(before)]);
+    release(s_.v_empty[buffer_of<kVStages>(before)]);
     late_softmax<true>();
-    write_output(tile_ - 1, finished_buffer, row_max, row_sum);
+    write_output(tile_ - 1, finished_buffer);
     return true;
   }
 
   // With one Q buffer.
   PANTILE_DEVICE bool next_tile() {
+    wait_for_guards();
     wait_v(use_);
     issue_output(use_);
+    finish_rows(tile_);
     prim::wgmma_wait<0>();
     prim::pin(O);
-    release(s_.v_empty[buffer_of<kStages>(use_)]);
+    release(s_.v_empty[buffer_of<kVStages>(use_)]);
     // O goes where V is: all warps must be past their last product.
     prim::barrier_sync(Barriers::all_math(), kGroups * kWarpgroupThreads);
-    write_output(tile_, 0, softmax_.row_max, softmax_.row_sum);
+    write_output(tile_, kConfig.o_apart ? buffer_of<kVStages>(use_) : 0);
     ++use_;
     ++tile_;
-    prim::wait(s_.q_full[0], parity_of<1>(tile_));
-    take_tile();
+    await_tile();
     if (visit_end_ == 0) {
       return false;
     }
@@ -368,48 +401,60 @@ class MathWarpgroup {
     return true;
   }
 
-  // Divides O by the row sums, writes it to shared memory and the LSE to global memory.
-  PANTILE_DEVICE void write_output(std::uint32_t tile, int buffer, const float (&row_max)[2],
-                                   const float (&row_sum)[2]) {
+  // All that the finished rows still need while their last product runs: 1 / sum, and the LSE.
+  PANTILE_DEVICE void finish_rows(std::uint32_t tile) {
     const TileInfo& done = info(tile);
-    float inverse[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float sum = tile::quad_sum(row_sum[i]);
-      inverse[i] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+      const float sum = tile::quad_sum(softmax_.row_sum[i]);
+      inverse_[i] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
       const int row =
           done.row0 + group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_) + 8 * i;
       if (p_.lse != nullptr && (lane_ & 3) == 0 && row < done.rows) {
         p_.lse[done.batch * p_.lse_batch + done.head * p_.lse_head + done.q_row + row] =
-            sum == 0.0f ? attn::kMaskedScore : row_max[i] * p_.scale + __logf(sum);
+            sum == 0.0f ? attn::kMaskedScore : softmax_.row_max[i] * p_.scale + __logf(sum);
       }
     }
-    const std::uint32_t to = prim::shared_address(s_.o_tile(buffer, group_));
+  }
+
+  // Divides O by the row sums and writes it to shared memory.
+  PANTILE_DEVICE void write_output(std::uint32_t tile, int place) {
+    const std::uint32_t to = prim::shared_address(s_.o_tile(place, group_));
+    prim::NonFiniteScan<kDType> scan;
     // 16 rows x 16 columns at a time; lane l gives the address of row l % 16, half l / 16.
     const int row = warp_ * 16 + (lane_ & 15);
 #pragma unroll
     for (int j = 0; j < kDimV / 16; ++j) {
+      uint4 packed;
+      packed.x = prim::pack<kDType>(O[8 * j] * inverse_[0], O[8 * j + 1] * inverse_[0]);
+      packed.y = prim::pack<kDType>(O[8 * j + 2] * inverse_[1], O[8 * j + 3] * inverse_[1]);
+      packed.z = prim::pack<kDType>(O[8 * j + 4] * inverse_[0], O[8 * j + 5] * inverse_[0]);
+      packed.w = prim::pack<kDType>(O[8 * j + 6] * inverse_[1], O[8 * j + 7] * inverse_[1]);
+      if constexpr (kMask != MaskKind::full) {
+        scan.add(packed);
+      }
       const int column = 16 * j + lane_ / 16 * 8;
-      prim::store_matrix_x4(
-          to + kConfig.o_tile().offset(row, column),
-          prim::pack<kDType>(O[8 * j] * inverse[0], O[8 * j + 1] * inverse[0]),
-          prim::pack<kDType>(O[8 * j + 2] * inverse[1], O[8 * j + 3] * inverse[1]),
-          prim::pack<kDType>(O[8 * j + 4] * inverse[0], O[8 * j + 5] * inverse[0]),
-          prim::pack<kDType>(O[8 * j + 6] * inverse[1], O[8 * j + 7] * inverse[1]));
+      prim::store_matrix_x4(to + kConfig.o_tile().offset(row, column), packed.x, packed.y, packed.z,
+                            packed.w);
     }
     prim::fence_async_proxy();
+    if constexpr (kMask != MaskKind::full) {
+      if (scan.any() && lane_ == 0 && info(tile).careful == 0) {
+        s_.tainted[buffer_of<ForwardConfig::kTiles>(tile)] = 1;
+      }
+    }
     __syncwarp();
-    release(s_.o_full[kTwoQ ? buffer : 0]);
+    release(s_.o_full[kInQ ? place : 0]);
   }
 
   // Tells the storer to look at the last description. With one buffer of O, the storer must have
   // seen the last tile first: a phase that completes unseen would hide the next one.
   PANTILE_DEVICE void say_goodbye() {
-    if (!kTwoQ && tile_ > 0) {
+    if (!kInQ && tile_ > 0) {
       prim::wait(s_.o_empty, parity_of<1>(tile_ - 1));
     }
     __syncwarp();
-    release(s_.o_full[kTwoQ ? q_buffer_ : 0]);
+    release(s_.o_full[q_buffer_]);
   }
 
   ForwardStorage<kConfig>& s_;
@@ -421,35 +466,46 @@ class MathWarpgroup {
   float S[kTileK / 2];
   std::uint32_t P[kTileK / 16][4];
   attn::OnlineSoftmax<kTileK / 2> softmax_;
+  float inverse_[2];  // of the row sums of the finished tile
 
   std::uint32_t use_ = 0;   // of the rings of K and V
   std::uint32_t tile_ = 0;  // counts tiles
   int q_buffer_ = 0;
-  int o_started_ = 0;       // 0: the next product overwrites O
-  bool v_guarded_ = false;  // the next V to be multiplied waits for the guard
+  int o_started_ = 0;         // 0: the next product overwrites O
+  std::uint32_t orders_ = 0;  // to the guards, seen carried out
+  bool v_guarded_ = false;    // the guards have an order for the next V to be multiplied
 
-  int row0_, shift_ = 0, keys_ = 0, visit_begin_ = 0, visit_end_, full_begin_ = 0, full_end_;
+  // Of the current tile. position0: key position of its first row.
+  int position0_ = 0, keys_ = 0, visit_begin_ = 0, visit_end_, full_begin_ = 0, full_end_;
+  bool clear_tail_ = false, careful_ = false;
 };
 
 template <ForwardConfig kConfig>
-PANTILE_DEVICE void init_barriers(ForwardStorage<kConfig>& s, const ForwardParams& p) {
+PANTILE_DEVICE void init_storage(ForwardStorage<kConfig>& s) {
   constexpr int kMathWarps = 4 * kConfig.math_warpgroups;
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kConfig.q_buffers; ++i) {
     prim::init(s.q_full[i], 1);
-    prim::init(s.q_empty[i], kConfig.output == OutputPlace::in_q ? 1 : kMathWarps);
+    prim::init(s.q_empty[i], kConfig.output_in_q() ? 1 : kMathWarps);
     prim::init(s.o_full[i], kMathWarps);
   }
   prim::init(s.o_empty, 1);
-  for (int i = 0; i < ForwardConfig::kStages; ++i) {
+  for (int i = 0; i < kConfig.k_stages; ++i) {
     prim::init(s.k_full[i], 1);
     prim::init(s.k_empty[i], kMathWarps);
+  }
+  for (int i = 0; i < kConfig.v_stages; ++i) {
     prim::init(s.v_full[i], 1);
-    prim::init(s.v_empty[i], kMathWarps + (p.guarded ? kGuardWarps : 0));
-    prim::init(s.v_ready[i], kGuardWarps);
+    prim::init(s.v_empty[i], kMathWarps);
+  }
+  for (int i = 0; i < ForwardStorage<kConfig>::kOrders; ++i) {
+    prim::init(s.order_full[i], 1);
+    prim::init(s.order_done[i], kGuardWarps);
   }
   for (int i = 0; i < ForwardConfig::kTiles; ++i) {
+    s.tainted[i] = 0;
     s.needs_repair[i] = 0;
   }
+  s.loader = LoaderState{0, 0, 0, 0, true};
   prim::fence_mbarrier_init();
 }
 
@@ -465,7 +521,7 @@ __global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
       shared + (tile::kTileAlignment - misaligned) % tile::kTileAlignment);
   const int warp = prim::uniform(static_cast<int>(threadIdx.x) / 32);
   if (threadIdx.x == 0) {
-    init_barriers<kConfig>(storage, params);
+    init_storage<kConfig>(storage);
   }
   __syncthreads();
 
@@ -474,15 +530,13 @@ __global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
     switch (static_cast<HelperWarp>(warp)) {
       case HelperWarp::load:
         if (prim::elect_one()) {
-          Loader<kConfig>(storage, maps, params).run();
+          Loader<kConfig, Variant::kMask>(storage, maps, params).run();
         }
         break;
       case HelperWarp::store: Storer<kConfig, kDType>(storage, maps, params).run(); break;
       case HelperWarp::guard0:
       case HelperWarp::guard1:
-        if (params.guarded) {
-          Guard<kConfig, kDType>(storage, warp - static_cast<int>(HelperWarp::guard0)).run();
-        }
+        Guard<kConfig, kDType>(storage, warp - static_cast<int>(HelperWarp::guard0)).run();
         break;
     }
   } else {

@@ -1,15 +1,19 @@
-// Keeps what a row does not attend to out of its output. P is exactly 0 there, but 0 * NaN and
-// 0 * Inf are NaN, so a non-finite value in an unattended row of V would spoil the product.
+// Keeps what a row does not attend to out of its output, without cost for finite data. P is exactly
+// 0 there, but 0 * NaN and 0 * Inf are NaN, so that a non-finite value in an unattended row of V
+// spoils the product.
 //
 // 1. Rows of V past the end of a sequence (a neighbour in a packed tensor, the unused part of a
-//    cache) are set to zero. TMA has done so already where the tensor itself ends.
-// 2. A tile on the edge of a mask is attended to by some of the rows only. Its non-finite values,
-//    if it has any, are set to zero before the product...
+//    cache) are set to zero before the product. TMA has done so already where the tensor itself
+//    ends.
+// 2. A tile of V on the edge of a mask is attended to by some of the rows only. Nobody looks at it
+//    beforehand; but when a finished output holds NaN or Inf, the loader has its tile done again,
+//    carefully: non-finite values of such tiles of V are set to zero before the product...
 // 3. ...and, once the tile of O lies finished in shared memory, added to those rows that do attend
-//    to them. Other rows come out bit for bit as if the values had been finite.
+//    to them. All other elements come out bit for bit as if the values had been finite.
 //
-// Tiles of V in which all rows see all keys need nothing: there, non-finite values propagate by
-// themselves. Cost: two otherwise idle warps read each tile on a mask edge once.
+// Where all rows see all keys of a tile, non-finite values propagate by themselves. K needs no
+// care: the mask replaces its scores. Two warps carry out 1 and 2 on order of the loader; 3 is the
+// storer's.
 #pragma once
 
 #include "core/geometry.h"
@@ -27,33 +31,32 @@ class Guard {
       : s_(storage), thread_(guard * 32 + prim::lane_index()) {}
 
   PANTILE_DEVICE void run() {
-    for (std::uint32_t use = 0;; ++use) {
-      const int stage = buffer_of<kStages>(use);
-      prim::wait(s_.v_full[stage], parity_of<kStages>(use));
-      const GuardOrder order = s_.guard_orders[stage];
+    constexpr int kOrders = ForwardStorage<kConfig>::kOrders;
+    for (std::uint32_t count = 0;; ++count) {
+      const int slot = buffer_of<kOrders>(count);
+      prim::wait(s_.order_full[slot], parity_of<kOrders>(count));
+      const GuardOrder order = s_.orders[slot];
       if (order.keep_rows < 0) {
         return;
       }
+      prim::wait(s_.v_full[order.stage], order.parity);
       if (order.keep_rows < kConfig.tile_k) {
-        clear_rows(stage, order.keep_rows);
+        clear_rows(order.stage, order.keep_rows);
       }
       if (order.scan) {
-        scan(stage, order.tile);
+        replace_nonfinite(order.stage, order.tile);
       }
+      prim::fence_async_proxy();
       __syncwarp();
       if (prim::lane_index() == 0) {
-        prim::arrive(s_.v_ready[stage]);
-        prim::arrive(s_.v_empty[stage]);
+        prim::arrive(s_.order_done[slot]);
       }
     }
   }
 
  private:
-  static constexpr int kStages = ForwardConfig::kStages;
   static constexpr int kThreads = 32 * kGuardWarps;
   static constexpr int kChunks = kConfig.v_tile().bytes() / core::kChunkBytes;
-  static constexpr int kUnroll = kChunks % (kThreads * 4) == 0 ? 4 : 2;
-  static_assert(kChunks % (kThreads * kUnroll) == 0);
 
   PANTILE_DEVICE uint4& chunk(int stage, int index) {
     return reinterpret_cast<uint4*>(s_.v[stage])[index];
@@ -71,55 +74,40 @@ class Guard {
         chunk(stage, i) = uint4{0, 0, 0, 0};
       }
     }
-    prim::fence_async_proxy();
   }
 
-  PANTILE_DEVICE void scan(int stage, int tile) {
-    prim::NonFiniteScan<kDType> found;
-#pragma unroll 1
-    for (int i = thread_; i < kChunks; i += kThreads * kUnroll) {
-      uint4 loaded[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        loaded[u] = chunk(stage, i + u * kThreads);
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        found.add(loaded[u]);
-      }
-    }
-    if (found.any()) {
-      replace(stage);
-      s_.needs_repair[tile] = 1;
-    }
-  }
-
-  PANTILE_DEVICE void replace(int stage) {
+  PANTILE_DEVICE void replace_nonfinite(int stage, int tile) {
+    bool found = false;
 #pragma unroll 1
     for (int i = thread_; i < kChunks; i += kThreads) {
-      uint4 values = chunk(stage, i);
-      values.x = prim::zero_nonfinite<kDType>(values.x);
-      values.y = prim::zero_nonfinite<kDType>(values.y);
-      values.z = prim::zero_nonfinite<kDType>(values.z);
-      values.w = prim::zero_nonfinite<kDType>(values.w);
-      chunk(stage, i) = values;
+      const uint4 values = chunk(stage, i);
+      const uint4 finite{
+          prim::zero_nonfinite<kDType>(values.x), prim::zero_nonfinite<kDType>(values.y),
+          prim::zero_nonfinite<kDType>(values.z), prim::zero_nonfinite<kDType>(values.w)};
+      if (finite.x != values.x || finite.y != values.y || finite.z != values.z ||
+          finite.w != values.w) {
+        chunk(stage, i) = finite;
+        found = true;
+      }
     }
-    prim::fence_async_proxy();
+    if (found) {
+      s_.needs_repair[tile] = 1;
+    }
   }
 
   ForwardStorage<kConfig>& s_;
   int thread_;
 };
 
-// Adds to the finished tile of O the non-finite values of V that the guard took out. One warp; rare
-// and slow. Lanes share the columns.
+// Adds to the finished tile of O the non-finite values of V that the guards took out. One warp;
+// rare and slow. Lanes share the columns.
 template <ForwardConfig kConfig, DType kDType>
 PANTILE_DEVICE void repair(ForwardStorage<kConfig>& s, const ForwardParams& p, const TileInfo& info,
-                           int buffer) {
+                           int place) {
   const core::Mask mask{info.rows, info.keys, p.window_left, p.window_right};
   const int row_end = core::min_of(info.row0 + kConfig.tile_q(), info.rows);
   const auto* v = static_cast<const std::uint16_t*>(p.v) + info.batch * p.v_strides.batch +
-                  info.k_row * p.v_strides.seq + info.key_head * p.v_strides.head;
+                  info.k_row * p.v_strides.seq + info.head / p.group * p.v_strides.head;
 #pragma unroll 1
   for (int key_tile = info.visit_begin; key_tile < info.visit_end; ++key_tile) {
     if (key_tile >= info.full_begin && key_tile < info.full_end) {
@@ -141,7 +129,7 @@ PANTILE_DEVICE void repair(ForwardStorage<kConfig>& s, const ForwardParams& p, c
         for (int row = first; row < last; ++row) {
           const int local = row - info.row0;
           auto* o = reinterpret_cast<std::uint16_t*>(
-              s.o_tile(buffer, local / kRowsPerWarpgroup) +
+              s.o_tile(place, local / kRowsPerWarpgroup) +
               kConfig.o_tile().offset(local % kRowsPerWarpgroup, column));
           *o = prim::add_16bit<kDType>(*o, bits);
         }

@@ -46,7 +46,6 @@ PANTILE_DEVICE bool locate_rows(const ForwardParams& p, int work, TileInfo& info
 // its output comes out as zeros like any other.
 template <int kTileRows, int kTileKeys>
 PANTILE_DEVICE void locate_keys(const ForwardParams& p, TileInfo& info) {
-  info.key_head = info.head / p.group;
   info.k_row = 0;
   info.keys = p.seqlen_k;
   if (p.cu_seqlens_k != nullptr) {
@@ -56,7 +55,8 @@ PANTILE_DEVICE void locate_keys(const ForwardParams& p, TileInfo& info) {
   if (p.seqused_k != nullptr) {
     info.keys = core::clamp(p.seqused_k[info.batch], 0, info.keys);
   }
-  info.shift = info.keys - info.rows;
+  info.k_head = info.head / p.group * p.k_steps.head;
+  info.k_batch = info.batch * p.k_steps.batch;
   const core::Mask mask{info.rows, info.keys, p.window_left, p.window_right};
   const core::Span rows{info.row0, core::min_of(info.row0 + kTileRows, info.rows)};
   core::TilePlan plan = core::plan_row_tile(mask, rows, kTileKeys);
@@ -67,145 +67,253 @@ PANTILE_DEVICE void locate_keys(const ForwardParams& p, TileInfo& info) {
   info.visit_end = plan.visit.end;
   info.full_begin = plan.full.begin;
   info.full_end = plan.full.end;
+  info.careful = 0;
+  info.clear_tail = p.zero_tail && info.keys < plan.visit.end * kTileKeys;
 }
 
-template <ForwardConfig kConfig>
+template <ForwardConfig kConfig, MaskKind kMask>
 class Loader {
  public:
   PANTILE_DEVICE Loader(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
                         const ForwardParams& params)
-      : s_(storage), maps_(maps), p_(params), work_(static_cast<int>(blockIdx.x)) {}
+      : s_(storage),
+        my_(storage.loader),
+        maps_(maps),
+        p_(params),
+        claimed_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
 
   PANTILE_DEVICE void run() {
-    bool q_requested = false;
-    describe(0);
-    for (std::uint32_t tile = 0;; ++tile) {
-      const TileInfo& info = described(tile);
+    State next = State::unknown;
+    for (my_.tile = 0;; ++my_.tile) {
+      if (next == State::unknown) {
+        describe();
+      }
+      const TileInfo& info = described(my_.tile);
       if (info.visit_end > 0) {
         load_k(info, info.visit_end - 1, use_);
       }
-      if (!q_requested) {
-        request_q(tile, true);
+      if (next != State::requested) {
+        request_q(my_.tile, true);
       }
-      if (info.visit_end == 0) {
+      if (info.visit_end > 0) {
+        next = load_tile(info);
+      } else if (info.keys != 0) {
+        await_outputs();
+        next = State::unknown;
+      } else {
         break;
       }
-      q_requested = load_tile(tile);
     }
     finish();
   }
 
  private:
-  static constexpr int kStages = ForwardConfig::kStages;
-  static constexpr bool kTwoQ = kConfig.output == OutputPlace::in_q;
-  // The next tile is claimed this many steps before the end of the current one, and its Q requested
-  // two steps later, when the counter's answer has come. Claiming at the start of a tile undoes the
+  static constexpr int kKStages = kConfig.k_stages;
+  static constexpr int kVStages = kConfig.v_stages;
+  static constexpr int kQ = kConfig.q_buffers;
+  static constexpr bool kInQ = kConfig.output_in_q();
+  // Only where rows of one tile see different keys can a value spoil a row that does not attend.
+  static constexpr bool kMayRepeat = kMask != MaskKind::full;
+  // The next tile is claimed this many steps before the end of the current one, and described two
+  // steps later, when the counter's answer has come. Claiming at the start of a tile undoes the
   // longest-first order (measured: -15 % at head dim 256, causal, 16k).
   static constexpr int kClaimSteps = 5;
-  static constexpr int kRequestSteps = kClaimSteps - 2;
+  static constexpr int kDescribeSteps = kClaimSteps - 2;
 
-  PANTILE_DEVICE void claim() {
-    if (p_.counter != nullptr) {
-      work_ = static_cast<int>(gridDim.x) + atomicAdd(p_.counter, 1);
-    } else {
-      work_ += static_cast<int>(gridDim.x);
-    }
-  }
-
-  // Writes the claimed tile's description, or that of the first tile after it which has rows.
-  PANTILE_DEVICE void describe(std::uint32_t tile) {
-    TileInfo& info = described(tile);
-    for (; work_ < p_.order.count(); claim()) {
-      if (locate_rows<kConfig.tile_q()>(p_, work_, info)) {
-        locate_keys<kConfig.tile_q(), kConfig.tile_k>(p_, info);
-        return;
-      }
-    }
-    info.visit_end = 0;
-  }
+  // How far the loader is with the tile after the current one.
+  enum class State { unknown, described, requested };
 
   PANTILE_DEVICE TileInfo& described(std::uint32_t tile) {
     return s_.tiles[buffer_of<ForwardConfig::kTiles>(tile)];
   }
 
-  // All steps of one tile, the first K excepted; returns whether the next tile's Q was requested.
-  PANTILE_DEVICE bool load_tile(std::uint32_t tile) {
-    const TileInfo& info = described(tile);
-    const int steps = info.visit_end - info.visit_begin;
-    if constexpr (!kTwoQ) {
-      if (steps > 1) {
-        load_k(info, info.visit_end - 2, use_ + 1);
+  // Nothing here uses the counter's answer, which takes about a step to come.
+  PANTILE_DEVICE void claim() {
+    if (my_.has_claim) {
+      return;
+    }
+    my_.has_claim = true;
+    if (p_.counter != nullptr) {
+      claimed_ = atomicAdd(p_.counter, 1);
+    } else {
+      claimed_ += static_cast<int>(gridDim.x);
+    }
+  }
+
+  // The first round of work needs no claim.
+  PANTILE_DEVICE int work() const { return claimed_ + static_cast<int>(gridDim.x); }
+
+  // Describes tile `tile`, whose first use of the rings will be `use`: a finished tile that must be
+  // done again, or else the claimed work, or the first after it that has rows. False: there is
+  // none.
+  PANTILE_DEVICE bool describe_work(std::uint32_t tile, std::uint32_t use) {
+    TileInfo& info = described(tile);
+    if (kMayRepeat && find_tainted()) {
+      info = described(my_.checked - 1);
+      info.careful = 1;
+    } else if (!find_work(info)) {
+      return false;
+    }
+    if constexpr (kConfig.o_apart) {
+      info.o_stage = buffer_of<kVStages>(use + info.visit_end - info.visit_begin - 1);
+    }
+    return true;
+  }
+
+  PANTILE_DEVICE bool find_work(TileInfo& info) {
+    while (true) {
+      claim();
+      if (work() >= p_.order.count()) {
+        return false;
       }
-      if (tile > 0) {
-        prim::wait(s_.o_empty, parity_of<1>(tile - 1));  // O of the tile before lay in V's stages
+      my_.has_claim = false;
+      if (locate_rows<kConfig.tile_q()>(p_, work(), info)) {
+        locate_keys<kConfig.tile_q(), kConfig.tile_k>(p_, info);
+        return true;
       }
     }
-    bool q_requested = false;
-    for (int left = steps - 1; left >= 0; --left, ++use_) {  // steps after this one
-      const int key_tile = info.visit_begin + left;
+  }
+
+  // The next tainted one of the finished tiles, as checked - 1.
+  PANTILE_DEVICE bool find_tainted() {
+    while (my_.checked < my_.finished) {
+      int& tainted = s_.tainted[buffer_of<ForwardConfig::kTiles>(my_.checked)];
+      ++my_.checked;
+      if (tainted != 0) {
+        tainted = 0;
+        return true;
+      }
+    }
+    return false;
+  }
+
+  // Describes the current tile, if need be as a mark.
+  PANTILE_DEVICE void describe() {
+    if (describe_work(my_.tile, use_)) {
+      return;
+    }
+    if (kMayRepeat && !kInQ && my_.tile > 0) {
+      // With one buffer of O the last tile is finished without a mark; it may have to be done
+      // again.
+      await_stored();
+      my_.finished = my_.tile;
+      if (describe_work(my_.tile, use_)) {
+        return;
+      }
+    }
+    TileInfo& info = described(my_.tile);
+    info.visit_end = 0;
+    info.keys = kMayRepeat && my_.checked < my_.tile;
+  }
+
+  // After a mark: the outputs of all tiles before it are complete. Those whose Q buffer was needed
+  // again are known to be.
+  PANTILE_DEVICE void await_outputs() {
+    for (std::uint32_t tile = my_.finished; tile < my_.tile; ++tile) {
+      prim::wait(s_.o_full[buffer_of<kQ>(tile)], parity_of<kQ>(tile));
+    }
+    my_.finished = my_.tile + 1;
+  }
+
+  // With one buffer of O: the output of the tile before this one has left shared memory. To be
+  // called once a tile, before its last V is loaded: later, the next phase could have passed
+  // unseen.
+  PANTILE_DEVICE void await_stored() {
+    if (my_.tile > 0) {
+      prim::wait(s_.o_empty, parity_of<1>(my_.tile - 1));
+    }
+  }
+
+  // All steps of one tile, the first K excepted.
+  PANTILE_DEVICE State load_tile(const TileInfo& info) {
+    if constexpr (!kInQ) {
+      if (info.visit_end - info.visit_begin > 1) {
+        load_k(info, info.visit_end - 2, use_ + 1);
+      }
+      if constexpr (!kConfig.o_apart) {
+        await_stored();  // O of the tile before lay in both stages of V
+      }
+    }
+    State next = State::unknown;
+    for (int key_tile = info.visit_end - 1; key_tile >= info.visit_begin; --key_tile, ++use_) {
+      const int left = key_tile - info.visit_begin;  // steps after this one
+      const int steps = info.visit_end - info.visit_begin;
       if (left == core::min_of(steps - 1, kClaimSteps)) {
         claim();
       }
-      if (left > 0 && (kTwoQ || left < steps - 1)) {
+      if (left > 0 && (kInQ || left < steps - 1)) {
         load_k(info, key_tile - 1, use_ + 1);
       }
-      const int request_at = core::clamp(steps - 2, 0, kRequestSteps);
-      if (kTwoQ && left <= request_at && !q_requested) {
-        if (left == request_at) {
-          describe(tile + 1);
-        }
-        q_requested = request_q(tile + 1, false);
+      if (kConfig.o_apart && left == core::max_of(steps - 2, 0)) {
+        await_stored();  // O of the tile before lay in the second stage of V to be loaded
       }
-      load_v(info, tile, key_tile);
+      load_v(info, key_tile);
+      // Last, because V is the one that is waited for soonest.
+      if (left == core::clamp(steps - 2, 0, kDescribeSteps)) {
+        if (!kInQ) {
+          my_.finished = my_.tile;
+        }
+        next = describe_work(my_.tile + 1, use_ + left + 1) ? State::described : State::unknown;
+      }
+      if (kInQ && next == State::described && request_q(my_.tile + 1, false)) {
+        next = State::requested;
+      }
     }
-    if constexpr (!kTwoQ) {
-      describe(tile + 1);
-    }
-    return q_requested;
+    return next;
   }
 
   PANTILE_DEVICE void load_k(const TileInfo& info, int key_tile, std::uint32_t use) {
-    const int stage = buffer_of<kStages>(use);
-    prim::wait(s_.k_empty[stage], parity_of<kStages>(use) ^ 1);
-    prim::arrive_and_expect(s_.k_full[stage], kConfig.k_tile().bytes());
-#pragma unroll
-    for (int panel = 0; panel < kConfig.k_tile().panels(); ++panel) {
-      prim::tma_load(
-          s_.k[stage] + panel * kConfig.k_tile().panel_bytes(), &maps_.k, s_.k_full[stage],
-          prim::TileOrigin4{panel * tile::kPanelColumns, info.k_row + key_tile * kConfig.tile_k,
-                            info.key_head * p_.k_steps.head, info.batch * p_.k_steps.batch});
-    }
+    const int stage = buffer_of<kKStages>(use);
+    prim::wait(s_.k_empty[stage], parity_of<kKStages>(use) ^ 1);
+    load_panels<kConfig.k_tile()>(s_.k[stage], maps_.k, s_.k_full[stage], info, key_tile,
+                                  p_.qk_panels);
   }
 
-  PANTILE_DEVICE void load_v(const TileInfo& info, std::uint32_t tile, int key_tile) {
-    const int stage = buffer_of<kStages>(use_);
-    prim::wait(s_.v_empty[stage], parity_of<kStages>(use_) ^ 1);
-    if (p_.guarded) {
-      const int keys_left = info.keys - key_tile * kConfig.tile_k;
-      const bool masked = key_tile >= info.full_end || key_tile < info.full_begin;
-      s_.guard_orders[stage] =
-          GuardOrder{p_.zero_tail ? core::max_of(keys_left, 0) : kConfig.tile_k, masked,
-                     buffer_of<ForwardConfig::kTiles>(tile)};
+  PANTILE_DEVICE void load_v(const TileInfo& info, int key_tile) {
+    const int stage = buffer_of<kVStages>(use_);
+    prim::wait(s_.v_empty[stage], parity_of<kVStages>(use_) ^ 1);
+    const bool masked = key_tile >= info.full_end || key_tile < info.full_begin;
+    const bool has_tail = info.clear_tail && key_tile == info.visit_end - 1;
+    if (has_tail || (kMayRepeat && info.careful && masked)) {
+      give_order(GuardOrder{
+          stage, parity_of<kVStages>(use_),
+          has_tail ? core::max_of(info.keys - key_tile * kConfig.tile_k, 0) : kConfig.tile_k,
+          kMayRepeat && info.careful && masked, buffer_of<ForwardConfig::kTiles>(my_.tile)});
     }
-    prim::arrive_and_expect(s_.v_full[stage], kConfig.v_tile().bytes());
-#pragma unroll
-    for (int panel = 0; panel < kConfig.v_tile().panels(); ++panel) {
+    load_panels<kConfig.v_tile()>(s_.v[stage], maps_.v, s_.v_full[stage], info, key_tile,
+                                  p_.v_panels);
+  }
+
+  template <tile::PanelTile kTile>
+  PANTILE_DEVICE void load_panels(unsigned char* to, const CUtensorMap& map, prim::Mbarrier& full,
+                                  const TileInfo& info, int key_tile, int panels_per_copy) {
+    if (p_.no_keys) {
+      prim::arrive(full);  // K is masked, V is cleared by the guards
+      return;
+    }
+    const int row = info.k_row + key_tile * kConfig.tile_k;
+    prim::arrive_and_expect(full, kTile.bytes());
+#pragma unroll 1
+    for (int panel = 0; panel < kTile.panels(); panel += panels_per_copy) {
       prim::tma_load(
-          s_.v[stage] + panel * kConfig.v_tile().panel_bytes(), &maps_.v, s_.v_full[stage],
-          prim::TileOrigin4{panel * tile::kPanelColumns, info.k_row + key_tile * kConfig.tile_k,
-                            info.key_head * p_.v_steps.head, info.batch * p_.v_steps.batch});
+          to + panel * kTile.panel_bytes(), &map, full,
+          prim::TileOrigin{panel * tile::kPanelColumns, row, 0, info.k_head, info.k_batch});
     }
   }
 
   // Requests the Q of a described tile, which publishes the description. False: the buffer is still
   // in use and `block` is false.
   PANTILE_DEVICE bool request_q(std::uint32_t tile, bool block) {
-    const int buffer = kTwoQ ? buffer_of<2>(tile) : 0;
-    const std::uint32_t parity = (kTwoQ ? parity_of<2>(tile) : parity_of<1>(tile)) ^ 1;
+    const int buffer = buffer_of<kQ>(tile);
+    const std::uint32_t parity = parity_of<kQ>(tile) ^ 1;
     if (block) {
       prim::wait(s_.q_empty[buffer], parity);
     } else if (!prim::test(s_.q_empty[buffer], parity)) {
       return false;
+    }
+    if (kInQ && tile >= kQ) {
+      // O of the tile kQ before it lay there.
+      my_.finished = core::max_of<std::uint32_t>(my_.finished, tile + 1 - kQ);
     }
     const TileInfo& info = described(tile);
     if (info.visit_end == 0) {
@@ -216,26 +324,30 @@ class Loader {
     prim::arrive_and_expect(s_.q_full[buffer], kConfig.math_warpgroups * kConfig.q_tile().bytes());
 #pragma unroll
     for (int group = 0; group < kConfig.math_warpgroups; ++group) {
-#pragma unroll
-      for (int panel = 0; panel < kConfig.q_tile().panels(); ++panel) {
+#pragma unroll 1
+      for (int panel = 0; panel < kConfig.q_tile().panels(); panel += p_.qk_panels) {
         prim::tma_load(
             s_.q[buffer][group] + panel * kConfig.q_tile().panel_bytes(), &maps_.q,
             s_.q_full[buffer],
-            prim::TileOrigin4{panel * tile::kPanelColumns, row + group * kRowsPerWarpgroup,
-                              info.head * p_.q_steps.head, info.batch * p_.q_steps.batch});
+            prim::TileOrigin{panel * tile::kPanelColumns, row + group * kRowsPerWarpgroup, 0,
+                             info.head * p_.q_steps.head, info.batch * p_.q_steps.batch});
       }
     }
     return true;
   }
 
-  // Sends the guard home, and leaves the counter as it was found when this block is the last.
+  PANTILE_DEVICE void give_order(const GuardOrder& order) {
+    constexpr int kOrders = ForwardStorage<kConfig>::kOrders;
+    const int slot = buffer_of<kOrders>(my_.orders);
+    prim::wait(s_.order_done[slot], parity_of<kOrders>(my_.orders) ^ 1);
+    s_.orders[slot] = order;
+    prim::arrive(s_.order_full[slot]);
+    ++my_.orders;
+  }
+
+  // Sends the guards home, and leaves the counter as it was found when this block is the last.
   PANTILE_DEVICE void finish() {
-    if (p_.guarded) {
-      const int stage = buffer_of<kStages>(use_);
-      prim::wait(s_.v_empty[stage], parity_of<kStages>(use_) ^ 1);
-      s_.guard_orders[stage].keep_rows = -1;
-      prim::arrive(s_.v_full[stage]);
-    }
+    give_order(GuardOrder{0, 0, -1, 0, 0});
     if (p_.counter != nullptr && atomicAdd(p_.counter + 1, 1) == static_cast<int>(gridDim.x) - 1) {
       p_.counter[0] = 0;
       p_.counter[1] = 0;
@@ -243,9 +355,10 @@ class Loader {
   }
 
   ForwardStorage<kConfig>& s_;
+  LoaderState& my_;
   const ForwardMaps& maps_;
   const ForwardParams& p_;
-  int work_;               // claimed last
+  int claimed_;            // last
   std::uint32_t use_ = 0;  // of the rings of K and V, over all tiles
 };
 

@@ -19,23 +19,24 @@ class Storer {
   PANTILE_DEVICE void run() {
     const bool leader = prim::elect_one();
     for (std::uint32_t tile = 0;; ++tile) {
-      const int buffer = kTwoQ ? buffer_of<2>(tile) : 0;
-      prim::wait(s_.o_full[buffer], kTwoQ ? parity_of<2>(tile) : parity_of<1>(tile));
+      const int buffer = buffer_of<kQ>(tile);
+      prim::wait(s_.o_full[buffer], parity_of<kQ>(tile));
       const int ring = buffer_of<ForwardConfig::kTiles>(tile);
       const TileInfo& info = s_.tiles[ring];
-      if (info.visit_end == 0) {
+      if (info.visit_end > 0) {
+        const int place = kConfig.o_apart ? info.o_stage : buffer;
+        if (info.careful) {
+          prepare_again(info, ring, place, leader);
+        }
+        store_tile(info, place, leader);
+      } else if (info.keys == 0) {
         break;
       }
-      if (p_.guarded && s_.needs_repair[ring] != 0) {
-        repair<kConfig, kDType>(s_, p_, info, buffer);
-        s_.needs_repair[ring] = 0;
-      }
-      store_tile(info, buffer, leader);
       __syncwarp();
       if (leader) {
         prim::bulk_commit();
         prim::bulk_wait_read<0>();
-        prim::arrive(kTwoQ ? s_.q_empty[buffer] : s_.o_empty);
+        prim::arrive(kConfig.output_in_q() ? s_.q_empty[buffer] : s_.o_empty);
       }
     }
     if (leader) {
@@ -44,9 +45,21 @@ class Storer {
   }
 
  private:
-  static constexpr bool kTwoQ = kConfig.output == OutputPlace::in_q;
+  static constexpr int kQ = kConfig.q_buffers;
 
-  PANTILE_DEVICE void store_tile(const TileInfo& info, int buffer, bool leader) {
+  // A tile that is done again: its first, spoilt output must be stored before this one.
+  PANTILE_DEVICE void prepare_again(const TileInfo& info, int ring, int place, bool leader) {
+    if (leader) {
+      prim::bulk_wait<0>();
+    }
+    __syncwarp();
+    if (s_.needs_repair[ring] != 0) {
+      repair<kConfig, kDType>(s_, p_, info, place);
+      s_.needs_repair[ring] = 0;
+    }
+  }
+
+  PANTILE_DEVICE void store_tile(const TileInfo& info, int place, bool leader) {
     for (int group = 0; group < kConfig.math_warpgroups; ++group) {
       const int row0 = info.row0 + group * kRowsPerWarpgroup;
       const int rows = info.rows - row0;
@@ -55,20 +68,20 @@ class Storer {
       }
       if (p_.clipped || rows >= kRowsPerWarpgroup) {
         if (leader) {
-          store_whole(info, s_.o_tile(buffer, group), info.q_row + row0);
+          store_whole(info, s_.o_tile(place, group), info.q_row + row0);
         }
       } else {
-        store_rows(info, s_.o_tile(buffer, group), info.q_row + row0, rows);
+        store_rows(info, s_.o_tile(place, group), info.q_row + row0, rows);
       }
     }
   }
 
   PANTILE_DEVICE void store_whole(const TileInfo& info, const unsigned char* from, int row) {
-#pragma unroll
-    for (int panel = 0; panel < kConfig.o_tile().panels(); ++panel) {
+#pragma unroll 1
+    for (int panel = 0; panel < kConfig.o_tile().panels(); panel += p_.v_panels) {
       prim::tma_store(&maps_.o, from + panel * kConfig.o_tile().panel_bytes(),
-                      prim::TileOrigin4{panel * tile::kPanelColumns, row, info.head,
-                                        info.batch * p_.o_steps.batch});
+                      prim::TileOrigin{panel * tile::kPanelColumns, row, 0, info.head,
+                                       info.batch * p_.o_steps.batch});
     }
   }
 

@@ -32,22 +32,20 @@ inline Status forward_maps(const ForwardConfig& config, const ForwardProblem& p,
   const std::int64_t rows_k = p.packed_k ? p.total_k : p.seqlen_k;
   const MappedTensor q{"q", t.q, p.dtype, batch_q, rows_q, p.heads_q, p.head_dim, p.q};
   const MappedTensor o{"o", t.o, p.dtype, batch_q, rows_q, p.heads_q, p.head_dim_v, p.o};
-  MappedTensor k{"k", t.k, p.dtype, batch_k, rows_k, p.heads_k, p.head_dim, p.k};
-  MappedTensor v{"v", t.v, p.dtype, batch_k, rows_k, p.heads_k, p.head_dim_v, p.v};
+  const MappedTensor k{"k", t.k, p.dtype, batch_k, rows_k, p.heads_k, p.head_dim, p.k};
+  const MappedTensor v{"v", t.v, p.dtype, batch_k, rows_k, p.heads_k, p.head_dim_v, p.v};
+  Status status = encode_tensor_map(q, config.q_tile(), &maps->q);
+  if (status.ok()) {
+    status = encode_tensor_map(o, config.o_tile(), &maps->o);
+  }
   if (rows_k == 0) {
-    // No keys anywhere, so perhaps no memory: the one tile that is visited reads Q and is masked.
-    k = q;
-    v = q;
-  }
-  Status status = encode_tensor_map(q, kRowsPerWarpgroup, &maps->q);
-  if (status.ok()) {
-    status = encode_tensor_map(k, config.tile_k, &maps->k);
+    return status;  // nothing to read: ForwardParams::no_keys
   }
   if (status.ok()) {
-    status = encode_tensor_map(v, config.tile_k, &maps->v);
+    status = encode_tensor_map(k, config.k_tile(), &maps->k);
   }
   if (status.ok()) {
-    status = encode_tensor_map(o, kRowsPerWarpgroup, &maps->o);
+    status = encode_tensor_map(v, config.v_tile(), &maps->v);
   }
   return status;
 }
@@ -73,16 +71,17 @@ inline ForwardParams forward_params(const ForwardConfig& config, const ForwardPl
   params.seqused_k = t.seqused_k;
   params.q_steps = map_steps(p.q, p.heads_q, p.batch, p.packed_q);
   params.k_steps = map_steps(p.k, p.heads_k, p.batch, p.packed_k);
-  params.v_steps = map_steps(p.v, p.heads_k, p.batch, p.packed_k);
   params.o_steps = map_steps(p.o, p.heads_q, p.batch, p.packed_q);
+  params.qk_panels = panels_per_copy(p.head_dim, config.k_tile().panels() * tile::kPanelColumns);
+  params.v_panels = panels_per_copy(p.head_dim_v, config.v_tile().panels() * tile::kPanelColumns);
   params.scale = p.scale;
   params.scale_log2 = p.scale * core::kLog2E;
   params.lse = p.wants_lse ? t.lse : nullptr;
   params.lse_head = p.packed_q ? p.total_q : p.seqlen_q;
   params.lse_batch = p.packed_q ? 0 : p.heads_q * p.seqlen_q;
   params.counter = claims_dynamically(p, mask) ? static_cast<std::int32_t*>(workspace) : nullptr;
-  params.zero_tail = p.packed_k || p.has_seqused_k || rows_k == 0;
-  params.guarded = mask != MaskKind::full || params.zero_tail;
+  params.no_keys = rows_k == 0;
+  params.zero_tail = p.packed_k || p.has_seqused_k || params.no_keys;
   params.clipped = !p.packed_q && !p.has_seqused_q;
   params.head_dim_v = static_cast<int>(p.head_dim_v);
   params.o = t.o;

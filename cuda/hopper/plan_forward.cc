@@ -73,6 +73,11 @@ Status tensor_rules(const ForwardProblem& p) {
       return rule;
     }
   }
+  // One pair of coordinates serves K and V, and an expanded axis has only coordinate 0.
+  if ((p.heads_k > 1 && (p.k.head == 0) != (p.v.head == 0)) ||
+      (batch_k > 1 && (p.k.batch == 0) != (p.v.batch == 0))) {
+    return Status::error(kUnsupported, "needs k and v expanded along the same axes or not at all");
+  }
   return Status();
 }
 

@@ -10,14 +10,22 @@
 namespace pantile::prim {
 
 // Both addresses are multiples of 16 bytes. Each copy also asks L2 for the whole 128-byte line.
-PANTILE_DEVICE void copy_async_16(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+// Nothing is copied unless `wanted`: a predicate, because a branch would keep the compiler from
+// mixing copies with the arithmetic around them.
+PANTILE_DEVICE void copy_async_16_if(bool wanted, std::uint32_t to, const void* from) {
+  asm volatile(
+      "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;"
+      " @wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(wanted)));
 }
 
-// Writes 16 zero bytes unless `exists`; `from` may then point anywhere.
-PANTILE_DEVICE void copy_async_16_or_zero(std::uint32_t to, const void* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(exists ? 16 : 0));
+// The same, but writes 16 zero bytes unless `exists`; `from` may then point anywhere.
+PANTILE_DEVICE void copy_async_16_or_zero_if(bool wanted, std::uint32_t to, const void* from,
+                                             bool exists) {
+  asm volatile(
+      "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;"
+      " @wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %3; }" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(wanted)), "r"(exists ? 16 : 0));
 }
 
 PANTILE_DEVICE void commit_copies() {

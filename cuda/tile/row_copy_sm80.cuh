@@ -44,20 +44,27 @@ class RowCopy {
                                          chunk.column);
   }
 
-  // Copies the tile that `source` belongs to. pass_bytes: from a row to the one kPassRows below it,
-  // best a kernel parameter, because a product with the stride would take registers in a loop.
-  PANTILE_DEVICE void copy(std::uint32_t tile, const char* source, std::int64_t pass_bytes) const {
-    copy_passes<false>(tile, source, pass_bytes, 0);
+  // Copies the tile that `source` belongs to, or nothing unless `wanted`. pass_bytes: from a row to
+  // the one kPassRows below it, best a kernel parameter, because a product with the stride would
+  // take registers in a loop.
+  PANTILE_DEVICE void copy_if(bool wanted, std::uint32_t tile, const char* source,
+                              std::int64_t pass_bytes) const {
+    const FirstChunk chunk;
+    for_chunks(chunk, [&](int pass, int offset, int column) {
+      prim::copy_async_16_if(wanted && column < columns_, tile + offset,
+                             source + pass * pass_bytes + (column - chunk.column) * 2);
+    });
   }
 
-  // The same if only the first `existing` rows of the tile exist: zeros for the others.
-  PANTILE_DEVICE void copy_ragged(std::uint32_t tile, const char* source, std::int64_t pass_bytes,
-                                  int existing) const {
-    if (existing >= kRows) {
-      copy_passes<false>(tile, source, pass_bytes, 0);
-    } else {
-      copy_passes<true>(tile, source, pass_bytes, existing);
-    }
+  // Only the first `existing` rows of the tile exist: zeros for the others.
+  PANTILE_DEVICE void copy_ragged_if(bool wanted, std::uint32_t tile, const char* source,
+                                     std::int64_t pass_bytes, int existing) const {
+    const FirstChunk chunk;
+    for_chunks(chunk, [&](int pass, int offset, int column) {
+      prim::copy_async_16_or_zero_if(wanted && column < columns_, tile + offset,
+                                     source + pass * pass_bytes + (column - chunk.column) * 2,
+                                     chunk.row + pass * kPassRows < existing);
+    });
   }
 
   // Zeros in the chunks that copy() leaves out; once per tile buffer, before the first copy.
@@ -110,40 +117,22 @@ class RowCopy {
     }
   };
 
-  template <bool kRagged>
-  PANTILE_DEVICE void copy_passes(std::uint32_t tile, const char* source, std::int64_t pass_bytes,
-                                  int existing) const {
-    const FirstChunk chunk;
+  // Calls visit(pass, offset, column) for each chunk that this thread handles.
+  template <class Visit>
+  PANTILE_DEVICE static void for_chunks(const FirstChunk& chunk, Visit visit) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
-        const std::uint32_t to =
-            tile + chunk.offset + pass * kPassRows * Layout::kRowBytes + group * kGroupColumns * 2;
-        const char* const from = source + group * kGroupColumns * 2;
-        if (chunk.column + group * kGroupColumns < columns_) {
-          if constexpr (kRagged) {
-            prim::copy_async_16_or_zero(to, from, chunk.row + pass * kPassRows < existing);
-          } else {
-            prim::copy_async_16(to, from);
-          }
-        }
+        visit(pass, chunk.offset + pass * kPassRows * Layout::kRowBytes + group * kGroupColumns * 2,
+              chunk.column + group * kGroupColumns);
       }
-      source += pass_bytes;
     }
   }
 
   template <class Visit>
-  PANTILE_DEVICE void for_own_chunks(Visit visit) const {
-    const FirstChunk chunk;
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        visit(chunk.offset + pass * kPassRows * Layout::kRowBytes + group * kGroupColumns * 2,
-              chunk.column + group * kGroupColumns);
-      }
-    }
+  PANTILE_DEVICE static void for_own_chunks(Visit visit) {
+    for_chunks(FirstChunk(), [&](int, int offset, int column) { visit(offset, column); });
   }
 
   PANTILE_DEVICE static uint4& at(void* tile, int offset) {
