@@ -5,7 +5,7 @@
 //   for their keys; only dQ needs both.
 // - pipeline (head dims up to 256): 64 keys; S, P, dV in one warpgroup, dP, dS, dK in the second,
 //   dQ in the third, because dK and dV together do not fit the registers of one.
-// docs/hopper.md draws both and says what else was tried.
+// docs/hopper-backward.md draws both and says what else was tried.
 #pragma once
 
 #include "pantile/dtype.h"

@@ -1,5 +1,5 @@
 // What the consumer warpgroups of both backward kernels do to their accumulators. S and dP are held
-// transposed: rows of the 64 x N fragment are keys, columns are queries. docs: prim/wgmma.cuh.
+// transposed: rows of the 64 x N fragment are keys, columns are queries. layout: prim/wgmma.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
