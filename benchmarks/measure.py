@@ -3,6 +3,7 @@ cancels: the order rotates every round, and only ratios within one run mean anyt
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import time
@@ -112,7 +113,10 @@ def gpu_state() -> dict:
 
 
 def commit() -> str:
-    """Commit of the working tree, with '+' when it has changes; 'unknown' outside git."""
+    """Commit of the working tree, with '+' when it has changes. Outside git, PANTILE_COMMIT says it,
+    or it is 'unknown'."""
+    if "PANTILE_COMMIT" in os.environ:
+        return os.environ["PANTILE_COMMIT"]
     try:
 
         def git(*words: str) -> str:
