@@ -39,7 +39,7 @@ struct SoftmaxRows {
   using Weights = std::uint32_t[kRowTiles][4];  // P of 16 keys, the A operand of P V
 
   float o[kRowTiles][kValueTiles][4];
-  float row_sum[kRowTiles][4];    // in each of a row's lanes; elements 0, 1 and 2, 3 are equal
+  float row_sum[kRowTiles][4];    // partial sums of the lane; elements 0, 1 and 2, 3 are a row's
   float minus_max[kRowTiles][2];  // minus the row's reference logit
   float tile_max[kRowTiles][2];   // of the scores of one key tile that this lane holds
   float scale;                    // positive, includes log2(e)
@@ -117,23 +117,31 @@ struct SoftmaxRows {
     }
   }
 
-  // P of 16 keys to 16 bits, and into the row sums.
+  // P of 16 keys into the row sums, and to 16 bits. The sums take P before it is rounded: a product
+  // with ones would be cheaper, but shifts LSE by up to half a unit of the last place of P.
   PANTILE_DEVICE void pack(const Scores& s, int m, int group, std::uint32_t (&p)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float (&x)[4] = s[m][2 * group + half];
       p[2 * half] = prim::pack<kDType>(x[0], x[1]);
       p[2 * half + 1] = prim::pack<kDType>(x[2], x[3]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        row_sum[m][c] += x[c];
+      }
     }
-    constexpr std::uint32_t kOnes = prim::packed_ones<kDType>();
-    prim::mma_add<kDType>(row_sum[m], p, kOnes, kOnes);
   }
 
-  PANTILE_DEVICE float normaliser(int m, int r) const {
-    const float sum = row_sum[m][2 * r];
+  // Joins the partial sums of a row, by all lanes, once; returns what O is multiplied by.
+  PANTILE_DEVICE float finish_row(int m, int r) {
+    float sum = row_sum[m][2 * r] + row_sum[m][2 * r + 1];
+    sum += __shfl_xor_sync(prim::kAllLanes, sum, 1);
+    sum += __shfl_xor_sync(prim::kAllLanes, sum, 2);
+    row_sum[m][2 * r] = sum;
     return sum == 0.0f ? 0.0f : 1.0f / sum;
   }
 
+  // Of a finished row.
   PANTILE_DEVICE float log_sum_exp(int m, int r) const {
     const float sum = row_sum[m][2 * r];
     return sum == 0.0f ? -INFINITY : (log2f(sum) - minus_max[m][r]) * core::kLn2;

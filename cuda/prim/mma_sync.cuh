@@ -56,10 +56,4 @@ PANTILE_DEVICE void mma_set(float (&d)[4], const std::uint32_t (&a)[4], std::uin
   detail::mma_16x8x16<kDType>(d, a, b0, b1, c0, c1, c0, c1);
 }
 
-// Two elements equal to 1.
-template <DType kDType>
-PANTILE_DEVICE constexpr std::uint32_t packed_ones() {
-  return kDType == DType::bf16 ? 0x3f803f80u : 0x3c003c00u;
-}
-
 }  // namespace pantile::prim
