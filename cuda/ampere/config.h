@@ -71,7 +71,7 @@ constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, MaskKind mask,
       // Windows end in more partly seen tiles, where short ones waste less.
       return large && !window ? ForwardTile{128, 64, 4, 2, 2, false, kSequential}
              : small          ? ForwardTile{128, 32, 4, 1, 2, false, kSequential}
-                              : ForwardTile{128, 32, 4, 2, 2, false, kPipelined};
+                              : ForwardTile{128, 32, 4, 2, 2, false, kSequential};
     case 192:
       if (head_dim_v == 128) {
         return large ? ForwardTile{128, 32, 4, 2, 2, false, kSequential}

@@ -40,10 +40,10 @@ PANTILE_DEVICE void staged_tiles(Block& block, int& n, int last) {
     prim::commit_copies();
 
     typename Block::Scores s;
-    const int groups = kMasked ? block.seen_groups(n) : Block::kKeyGroups;
+    const int groups = kMasked ? block.keys.seen_groups(n) : Block::kKeyGroups;
     block.template score_product<kMasked>(s, n & 1, groups);
     if constexpr (kMasked) {
-      block.mask_scores(s, n);
+      block.keys.mask_scores(s, n);
     }
     block.softmax.take_max(s);
     block.softmax.raise_references();
@@ -60,14 +60,14 @@ PANTILE_DEVICE void single_stage_tiles(Block& block, int& n, int last) {
     prim::commit_copies();
 
     typename Block::Scores s;
-    const int groups = kMasked ? block.seen_groups(n) : Block::kKeyGroups;
+    const int groups = kMasked ? block.keys.seen_groups(n) : Block::kKeyGroups;
     block.template score_product<kMasked>(s, 0, groups);
     prim::wait_copies<0>();
     block.publish_values(0, n, kMasked);
     block.template fetch_keys<false>(n - 1, 0);
     prim::commit_copies();
     if constexpr (kMasked) {
-      block.mask_scores(s, n);
+      block.keys.mask_scores(s, n);
     }
     block.softmax.take_max(s);
     block.softmax.raise_references();
@@ -88,7 +88,7 @@ PANTILE_DEVICE void sequential_tiles(Block& block, int& n, int last) {
 
 template <class Config, class Block>
 PANTILE_DEVICE void run_sequential(Block& block) {
-  const core::TilePlan& tiles = block.tiles();
+  const core::TilePlan& tiles = block.keys.tiles();
   int n = tiles.visit.end - 1;
   if constexpr (Config::kStages == 1) {
     block.template fetch_keys<true>(n, 0);
@@ -101,7 +101,7 @@ PANTILE_DEVICE void run_sequential(Block& block) {
   block.publish_queries();
   sequential_tiles<true, Config>(block, n, tiles.full.end);
   sequential_tiles<false, Config>(block, n, tiles.full.begin);
-  if constexpr (Block::kLeftBound) {
+  if constexpr (Block::Keys::kLeftBound) {
     sequential_tiles<true, Config>(block, n, tiles.visit.begin);
   }
 }
@@ -120,7 +120,7 @@ PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int 
   block.template fetch_keys<false>(n - 2, n & 1);
   prim::commit_copies();
 
-  const int next_groups = kNextMasked ? block.seen_groups(n - 1) : Block::kKeyGroups;
+  const int next_groups = kNextMasked ? block.keys.seen_groups(n - 1) : Block::kKeyGroups;
   typename Block::Weights p[2][kStep];
   const auto exponentials = [&](int step, int unit) {
     const int group = step * kStep + unit / (2 * Config::kRowTiles);
@@ -154,7 +154,7 @@ PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int 
     });
   }
   if constexpr (kNextMasked) {
-    block.mask_scores(s, n - 1);
+    block.keys.mask_scores(s, n - 1);
     block.softmax.take_max(s);
   } else {
     spread<kUnits, 1>(0, [&](int unit) { maxima(1, unit); });
@@ -165,22 +165,22 @@ PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int 
 
 template <class Config, class Block>
 PANTILE_DEVICE void run_pipelined(Block& block) {
-  const core::TilePlan& tiles = block.tiles();
+  const core::TilePlan& tiles = block.keys.tiles();
   int n = tiles.visit.end - 1;
   block.template fetch_keys<true>(n, n & 1);
   prim::commit_copies();
-  prim::wait_copies<0>();
+  block.template fetch_values<true>(n, n & 1);
+  block.template fetch_keys<false>(n - 1, (n - 1) & 1);
+  prim::commit_copies();
+  prim::wait_copies<1>();
   block.publish_queries();
   if (n < tiles.visit.begin) {
     return;
   }
-  block.template fetch_values<true>(n, n & 1);
-  block.template fetch_keys<false>(n - 1, (n - 1) & 1);
-  prim::commit_copies();
   typename Block::Scores s;
-  int groups = block.seen_groups(n);
+  int groups = block.keys.seen_groups(n);
   block.template score_product<true>(s, n & 1, groups);
-  block.mask_scores(s, n);
+  block.keys.mask_scores(s, n);
   block.softmax.take_max(s);
   block.softmax.raise_references();
 #pragma unroll 1
@@ -195,7 +195,7 @@ PANTILE_DEVICE void run_pipelined(Block& block) {
   for (; n > tiles.full.begin; --n) {
     pipelined_step<false, false, Config>(block, s, n, groups);
   }
-  if constexpr (Block::kLeftBound) {
+  if constexpr (Block::Keys::kLeftBound) {
 #pragma unroll 1
     for (; n > tiles.visit.begin; --n) {
       pipelined_step<true, true, Config>(block, s, n, groups);

@@ -1,9 +1,10 @@
-// What one thread block of the forward does, step by step: fetching tiles, masks, the two products
-// and the store. forward.cuh puts the steps in order.
+// What one thread block of the forward does, step by step: fetching, the two products and the
+// store. forward.cuh puts the steps in order.
 #pragma once
 
 #include <cstdint>
 
+#include "ampere/forward_keys.cuh"
 #include "ampere/forward_params.cuh"
 #include "ampere/softmax.cuh"
 #include "ampere/spread.cuh"
@@ -53,9 +54,12 @@ class ForwardBlock {
   static constexpr int kDepthSteps = Config::kHeadDim / 16;   // of Q K^T
   static constexpr int kKeyGroups = kTileK / 16;              // of a key tile
   static constexpr int kValueSteps = Config::kHeadDimV / 16;  // 16 columns of O
-  static constexpr bool kLeftBound = kMask == MaskKind::window || kMask == MaskKind::any;
   using Scores = typename Softmax::Scores;
   using Weights = typename Softmax::Weights;
+  using Keys = ForwardKeys<Config, kMask>;
+
+  Keys keys;
+  Softmax softmax;
 
   PANTILE_DEVICE static ForwardWork locate(const ForwardParams& params) {
     const core::WorkTile work = params.order.tile(static_cast<int>(blockIdx.x));
@@ -67,36 +71,21 @@ class ForwardBlock {
                                            const ForwardWork& work) {
     const QCopy copy(params.head_dim);
     const tile::HeadRows q = head_rows(params.q, work.sequence, work.head);
-    copy.copy_ragged_if(true, prim::shared_address(storage.q), copy.source(q, work.row0),
+    copy.copy_ragged_if(true, prim::shared_address(storage.q), QCopy::source(q, work.row0),
                         params.q_pass_bytes, work.sequence.length - work.row0);
   }
 
   PANTILE_DEVICE ForwardBlock(const ForwardParams& params, Storage& storage,
                               const ForwardWork& work)
-      : params_(params), storage_(storage), k_copy_(params.head_dim), v_copy_(params.head_dim_v) {
+      : keys(params, work), params_(params), storage_(storage) {
     if (threadIdx.x == 0) {
       storage.work = work;  // read behind the first barrier
     }
-    const SequenceRows keys = sequence_rows(params.keys, work.sequence.batch);
-    const int key_head = params.group.divide(work.head);
-    row0_ = work.row0;
-    mask_ = core::Mask{work.sequence.length, keys.length,
-                       kLeftBound ? params.window_left : core::kNoBound,
-                       kLeftBound                ? params.window_right
-                       : kMask == MaskKind::full ? core::kNoBound
-                                                 : 0};
-    tiles_ = plan_tiles();
-    const int last_tile = (tiles_.visit.end - 1) * kTileK;
-    next_k_ = k_copy_.source(head_rows(params.k, keys, key_head), last_tile);
-    next_v_ = v_copy_.source(head_rows(params.v, keys, key_head), last_tile);
     softmax.clear(params.scale);
     const int lane = prim::lane_index();
     k_lane_ = KRows::lane_offset_columns_first(lane);
     v_lane_ = VRows::lane_offset_rows_first(lane);
   }
-
-  // Key tiles to visit, and those of them that need no mask.
-  PANTILE_DEVICE const core::TilePlan& tiles() const { return tiles_; }
 
   PANTILE_DEVICE std::uint32_t k_tile(int stage) const {
     return prim::shared_address(storage_.stages[stage].k);
@@ -111,42 +100,26 @@ class ForwardBlock {
     if (params_.head_dim < Config::kHeadDim || params_.head_dim_v < Config::kHeadDimV) {
       QCopy(params_.head_dim).clear_missing_columns(storage_.q);
       for (typename Storage::Stage& stage : storage_.stages) {
-        k_copy_.clear_missing_columns(stage.k);
-        v_copy_.clear_missing_columns(stage.v);
+        KCopy(params_.head_dim).clear_missing_columns(stage.k);
+        VCopy(params_.head_dim_v).clear_missing_columns(stage.v);
       }
     }
   }
 
-  // Tiles are fetched one after the other, from the last one that is seen to the first. Only that
-  // last one may be ragged.
   template <bool kMaybeRagged>
   PANTILE_DEVICE void fetch_keys(int n, int stage) {
-    const bool wanted = n >= tiles_.visit.begin;
-    if constexpr (kMaybeRagged) {
-      k_copy_.copy_ragged_if(wanted, k_tile(stage), next_k_, params_.k_pass_bytes,
-                             mask_.keys - n * kTileK);
-    } else {
-      k_copy_.copy_if(wanted, k_tile(stage), next_k_, params_.k_pass_bytes);
-    }
-    next_k_ -= params_.k_tile_bytes;
+    keys.template fetch_keys<kMaybeRagged>(n, storage_.stages[stage].k);
   }
 
   template <bool kMaybeRagged>
   PANTILE_DEVICE void fetch_values(int n, int stage) {
-    const bool wanted = n >= tiles_.visit.begin;
-    if constexpr (kMaybeRagged) {
-      v_copy_.copy_ragged_if(wanted, v_tile(stage), next_v_, params_.v_pass_bytes,
-                             mask_.keys - n * kTileK);
-    } else {
-      v_copy_.copy_if(wanted, v_tile(stage), next_v_, params_.v_pass_bytes);
-    }
-    next_v_ -= params_.v_tile_bytes;
+    keys.template fetch_values<kMaybeRagged>(n, storage_.stages[stage].v);
   }
 
   // The barrier behind the fetch of Q and the first K.
   PANTILE_DEVICE void publish_queries() {
     if (params_.negate_q) {
-      QCopy(params_.head_dim).negate(storage_.q);
+      QCopy::negate(storage_.q);
     }
     __syncthreads();
     if constexpr (Config::kQInRegisters) {
@@ -169,16 +142,16 @@ class ForwardBlock {
       return;
     }
     std::uint16_t* const v = storage_.stages[stage].v;
-    if (__syncthreads_or(v_copy_.template holds_nonfinite<kDType>(v)) != 0) {
+    if (__syncthreads_or(VCopy::template holds_nonfinite<kDType>(v)) != 0) {
       attend_nonfinite(v, n);
       __syncthreads();
-      v_copy_.template clear_nonfinite<kDType>(v);
+      VCopy::template clear_nonfinite<kDType>(v);
       __syncthreads();
     }
   }
 
   PANTILE_DEVICE void attend_nonfinite(const std::uint16_t* v, int n) {
-    const int row = lane_row();
+    const int row = keys.lane_row();
     const int pair = prim::fresh_thread_index() % 4 * 2;
 #pragma unroll
     for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
@@ -191,78 +164,10 @@ class ForwardBlock {
           const float2 x = prim::unpack<kDType>(bad);
 #pragma unroll
           for (int i = 0; i < 2 * kRowTiles; ++i) {
-            const core::Span seen = seen_keys(row + i * 8);
+            const core::Span seen = keys.seen_keys(row + i * 8);
             if (n * kTileK + key >= seen.begin && n * kTileK + key < seen.end) {
               softmax.o[i / 2][j][i % 2 * 2] += x.x;
               softmax.o[i / 2][j][i % 2 * 2 + 1] += x.y;
-            }
-          }
-        }
-      }
-    }
-  }
-
-  // ---- masks
-
-  // Without a left bound the tiles begin with 0, which the compiler should know.
-  PANTILE_DEVICE core::TilePlan plan_tiles() const {
-    if constexpr (kMask == MaskKind::full) {
-      return row0_ < mask_.rows
-                 ? core::TilePlan{{0, core::ceil_div(mask_.keys, kTileK)}, {0, mask_.keys / kTileK}}
-                 : core::TilePlan{{0, 0}, {0, 0}};
-    }
-    core::TilePlan tiles{{0, 0}, {0, 0}};
-    if (row0_ < mask_.rows) {
-      tiles = core::plan_row_tile(
-          mask_, core::Span{row0_, core::min_of(row0_ + kTileQ, mask_.rows)}, kTileK);
-    }
-    if constexpr (!kLeftBound) {
-      tiles.visit.begin = tiles.full.begin = 0;
-    }
-    return tiles;
-  }
-
-  // The row, within the sequence, of this lane's accumulator elements 0 and 1 of row tile 0;
-  // elements 2 and 3 are 8 rows, the next row tile 16 rows below.
-  PANTILE_DEVICE int lane_row() const {
-    const int thread = prim::fresh_thread_index();
-    return row0_ + thread / 32 * Config::kWarpRows + thread % 32 / 4;
-  }
-
-  PANTILE_DEVICE core::Span seen_keys(int row) const {
-    if constexpr (kLeftBound) {
-      return core::visible_keys(mask_, row);
-    } else if constexpr (kMask == MaskKind::causal) {
-      return core::Span{0, core::min_of(mask_.keys, row + mask_.shift() + 1)};
-    } else {
-      return core::Span{0, mask_.keys};
-    }
-  }
-
-  // How many groups of 16 keys of tile n reach to the last key that the warp's rows see. Equal in
-  // all lanes.
-  PANTILE_DEVICE int seen_groups(int n) const {
-    const int warp_row = prim::fresh_thread_index() / 32 * Config::kWarpRows;
-    const int end = seen_keys(row0_ + warp_row + Config::kWarpRows - 1).end - n * kTileK;
-    return core::clamp(end + 15, 0, kTileK) / 16;
-  }
-
-  PANTILE_DEVICE void mask_scores(Scores& s, int n) const {
-    const int first_key = n * kTileK + prim::fresh_thread_index() % 4 * 2;
-    const int row = lane_row();
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const core::Span seen = seen_keys(row + m * 16 + r * 8);
-        const int begin = seen.begin - first_key;
-        const int end = seen.end - first_key;
-#pragma unroll
-        for (int j = 0; j < kTileK / 8; ++j) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            if (8 * j + c >= end || (kLeftBound && 8 * j + c < begin)) {
-              s[m][j][2 * r + c] = -INFINITY;
             }
           }
         }
@@ -442,7 +347,7 @@ class ForwardBlock {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float normaliser = softmax.normaliser(m, r);
+        const float normaliser = softmax.finish_row(m, r);
         const int row = m * 16 + r * 8 + lane / 4;
 #pragma unroll
         for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
@@ -475,19 +380,9 @@ class ForwardBlock {
  private:
   const ForwardParams& params_;
   Storage& storage_;
-  const KCopy k_copy_;
-  const VCopy v_copy_;
-  int row0_;              // the block's first row, in the sequence
-  core::Mask mask_;       // of the sequence
-  core::TilePlan tiles_;  // of the block
-  const char* next_k_;    // what this thread copies next
-  const char* next_v_;
   std::uint32_t k_lane_, v_lane_;  // what this lane passes to ldmatrix, from the tile's start
   std::uint32_t q_[Config::kQInRegisters ? kRowTiles : 1][Config::kQInRegisters ? kDepthSteps : 1]
                   [4];
-
- public:
-  Softmax softmax;
 };
 
 }  // namespace pantile::ampere

@@ -8,10 +8,9 @@
 // matters, docs/numerics.md). Each row decides for itself, so that its bits do not depend on its
 // neighbours. Measured against rescaling always: 1.05-1.17x.
 //
-// The row sum is taken on the tensor cores, from the 16-bit P that multiplies V: it normalises
-// exactly what was summed, costs one mma a 16 x 16 tile, and frees the registers of the fp32 P.
-// LSE carries the rounding of P, at most 2^-9 (bf16) for rows of few keys; gradients computed with
-// it have the same error as with the exact one (docs/ampere.md).
+// Row sums take P in fp32, before it is rounded for the product with V. A product of the 16-bit P
+// with ones is cheaper in issue slots, but LSE then carries the rounding of P: up to 1.2e-3 (bf16)
+// for rows of few keys, against 1e-6.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +19,6 @@
 #include "pantile/dtype.h"
 #include "prim/convert.cuh"
 #include "prim/math.cuh"
-#include "prim/mma_sync.cuh"
 #include "prim/warp.cuh"
 
 namespace pantile::ampere {
@@ -39,7 +37,7 @@ struct SoftmaxRows {
   using Weights = std::uint32_t[kRowTiles][4];  // P of 16 keys, the A operand of P V
 
   float o[kRowTiles][kValueTiles][4];
-  float row_sum[kRowTiles][4];    // partial sums of the lane; elements 0, 1 and 2, 3 are a row's
+  float row_sum[kRowTiles][2];    // of the columns that this lane holds
   float minus_max[kRowTiles][2];  // minus the row's reference logit
   float tile_max[kRowTiles][2];   // of the scores of one key tile that this lane holds
   float scale;                    // positive, includes log2(e)
@@ -49,13 +47,10 @@ struct SoftmaxRows {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        row_sum[m][c] = 0.0f;
-#pragma unroll
-        for (int j = 0; j < kValueTiles; ++j) {
-          o[m][j][c] = 0.0f;
-        }
+      for (int j = 0; j < kValueTiles; ++j) {
+        o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0.0f;
       }
+      row_sum[m][0] = row_sum[m][1] = 0.0f;
       minus_max[m][0] = minus_max[m][1] = kNothingSeen;
     }
   }
@@ -100,7 +95,8 @@ struct SoftmaxRows {
       for (int m = 0; m < kRowTiles; ++m) {
         const float first = raise_reference(m, 0);
         const float second = raise_reference(m, 1);
-        rescale(row_sum[m], first, second);
+        row_sum[m][0] *= first;
+        row_sum[m][1] *= second;
 #pragma unroll
         for (int j = 0; j < kValueTiles; ++j) {
           rescale(o[m][j], first, second);
@@ -117,33 +113,32 @@ struct SoftmaxRows {
     }
   }
 
-  // P of 16 keys into the row sums, and to 16 bits. The sums take P before it is rounded: a product
-  // with ones would be cheaper, but shifts LSE by up to half a unit of the last place of P.
+  // P of 16 keys into the row sums, and to 16 bits.
   PANTILE_DEVICE void pack(const Scores& s, int m, int group, std::uint32_t (&p)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float (&x)[4] = s[m][2 * group + half];
+      row_sum[m][0] += x[0];
+      row_sum[m][1] += x[2];
+      row_sum[m][0] += x[1];
+      row_sum[m][1] += x[3];
       p[2 * half] = prim::pack<kDType>(x[0], x[1]);
       p[2 * half + 1] = prim::pack<kDType>(x[2], x[3]);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        row_sum[m][c] += x[c];
-      }
     }
   }
 
   // Joins the partial sums of a row, by all lanes, once; returns what O is multiplied by.
   PANTILE_DEVICE float finish_row(int m, int r) {
-    float sum = row_sum[m][2 * r] + row_sum[m][2 * r + 1];
+    float sum = row_sum[m][r];
     sum += __shfl_xor_sync(prim::kAllLanes, sum, 1);
     sum += __shfl_xor_sync(prim::kAllLanes, sum, 2);
-    row_sum[m][2 * r] = sum;
+    row_sum[m][r] = sum;
     return sum == 0.0f ? 0.0f : 1.0f / sum;
   }
 
   // Of a finished row.
   PANTILE_DEVICE float log_sum_exp(int m, int r) const {
-    const float sum = row_sum[m][2 * r];
+    const float sum = row_sum[m][r];
     return sum == 0.0f ? -INFINITY : (log2f(sum) - minus_max[m][r]) * core::kLn2;
   }
 

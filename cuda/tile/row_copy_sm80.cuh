@@ -38,7 +38,7 @@ class RowCopy {
   PANTILE_DEVICE explicit RowCopy(int columns) : columns_(columns) {}
 
   // Where this thread begins to read a tile whose first row is `first`.
-  PANTILE_DEVICE const char* source(const HeadRows& from, int first) const {
+  PANTILE_DEVICE static const char* source(const HeadRows& from, int first) {
     const FirstChunk chunk;
     return reinterpret_cast<const char*>(from.rows + (first + chunk.row) * from.stride +
                                          chunk.column);
@@ -78,7 +78,7 @@ class RowCopy {
 
   // Whether this warp's part of the tile holds an infinity or a NaN.
   template <DType kDType>
-  PANTILE_DEVICE bool holds_nonfinite(const void* tile) const {
+  PANTILE_DEVICE static bool holds_nonfinite(const void* tile) {
     prim::NonFiniteScan<kDType> scan;
     for_own_chunks([&](int offset, int) { scan.add(at(tile, offset)); });
     return scan.any();
@@ -86,7 +86,7 @@ class RowCopy {
 
   // Replaces infinities and NaNs in this thread's part of the tile by zeros.
   template <DType kDType>
-  PANTILE_DEVICE void clear_nonfinite(void* tile) const {
+  PANTILE_DEVICE static void clear_nonfinite(void* tile) {
     for_own_chunks([&](int offset, int) {
       uint4& chunk = at(tile, offset);
       chunk = uint4{prim::zero_nonfinite<kDType>(chunk.x), prim::zero_nonfinite<kDType>(chunk.y),
@@ -95,7 +95,7 @@ class RowCopy {
   }
 
   // Changes the sign of this thread's part of the tile.
-  PANTILE_DEVICE void negate(void* tile) const {
+  PANTILE_DEVICE static void negate(void* tile) {
     constexpr std::uint32_t kSigns = 0x80008000u;
     for_own_chunks([&](int offset, int) {
       uint4& chunk = at(tile, offset);
