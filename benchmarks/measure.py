@@ -113,7 +113,7 @@ def gpu_state() -> dict:
 
 
 def commit() -> str:
-    """Commit of the working tree, with '+' when it has changes. Outside git, PANTILE_COMMIT says it,
+    """Commit of the working tree, with '+' when it has changes. Outside git PANTILE_COMMIT says it,
     or it is 'unknown'."""
     if "PANTILE_COMMIT" in os.environ:
         return os.environ["PANTILE_COMMIT"]
