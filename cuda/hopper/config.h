@@ -91,32 +91,35 @@ struct ForwardShapes {
 constexpr ForwardShapes forward_shapes(int head_dim, int head_dim_v, MaskKind mask) {
   const bool full = mask == MaskKind::full;
   if (head_dim <= 64 && head_dim_v <= 64) {
-    return {{64, 64, 128, 3, 3, full ? 0 : 4}, {64, 64, 128, 2, 4, 2}, true};
+    return {{64, 64, 128, 3, 3, 0, false, 4, 4}, {64, 64, 128, 2, 4, 2, false, 4, 4}, !full};
   }
   if (head_dim <= 96 && head_dim_v <= 96) {
-    return {{96, 96, 128, 2, 3, 2}, {96, 96, 160, 2, 2, 2}, true};
+    return {{96, 96, 128, 2, 3, 2}, {96, 96, 160, 2, 2, 2}, mask != MaskKind::window};
   }
   if (head_dim <= 128 && head_dim_v <= 128) {
-    return {{128, 128, 128, 2, 3, 2}, {128, 128, 160, 2, 2, 2}, true};
+    // Without a mask the third Q buffer is worth less than a third stage of V.
+    const ForwardConfig main = full ? ForwardConfig{128, 128, 128, 2, 2, 2, false, 2, 3}
+                                    : ForwardConfig{128, 128, 128, 2, 3, 2};
+    return {main, {128, 128, 160, 2, 2, 2}, mask != MaskKind::window};
   }
   if (head_dim <= 192 && head_dim_v <= 128) {
     return {{192, 128, 128, 2, 1, 2}, {}, false};
   }
   if (head_dim <= 192 && head_dim_v <= 192) {
-    return {{192, 192, full ? 112 : 96, 2, 1, 2, !full}, {}, false};
+    return {{192, 192, 96, 2, 1, 2, true}, {}, false};
   }
-  return {{256, 256, full ? 80 : 64, 2, 1, 2, !full}, {}, false};
+  return {{256, 256, 64, 2, 1, 2, true}, {}, false};
 }
 
 // Does the second shape serve these lengths better?
 constexpr bool prefers_other_shape(int head_dim, MaskKind mask, std::int64_t seqlen_q,
                                    std::int64_t seqlen_k) {
   if (head_dim <= 64) {
-    return mask != MaskKind::full && seqlen_q <= 1024;  // tiles of 128 rows waste less diagonal
+    return seqlen_q <= 1024;  // tiles of 128 rows waste less on the edge of the mask
   }
   // More keys per step: fewer steps, but a larger ragged or masked end.
   if (head_dim <= 96) {
-    return mask == MaskKind::full ? seqlen_k >= 1024 : seqlen_k >= 2048;
+    return mask == MaskKind::full ? seqlen_k >= 2048 : seqlen_k >= 4096;
   }
   return mask == MaskKind::full ? seqlen_k >= 4096 : seqlen_k > 4096;
 }
