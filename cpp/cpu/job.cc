@@ -104,13 +104,14 @@ BackwardJob backward_job(const BackwardPlan& plan, const BackwardTensors& tensor
   job.grad_v = key_operand(tensors.grad_v, plan.problem.grad_v, problem, inputs);
   job.lse = row_values(inputs.lse, problem);
   job.grad_lse = row_values(tensors.grad_lse, problem);
-  // One head after the other: every item reads and adds to the same rows, which stay in L2.
-  // Measured at d64 in f32, 5 % faster than all heads at a time.
   job.row_order = tile_order(problem, problem.seqlen_q, kBackwardRows, problem.heads_q, 1,
                              core::TileDirection::ascending);
+  // As many heads at a time as there are threads: items of one head read and add to the same rows,
+  // which stay in L2 (measured at d64 in f32, 5 % faster than all heads at a time), and threads on
+  // different heads do not wait for each other's turns.
   job.item_keys = plan.tile_k;
-  job.key_order = tile_order(problem, problem.seqlen_k, job.item_keys, problem.heads_k, 1,
-                             core::TileDirection::ascending);
+  job.key_order = tile_order(problem, problem.seqlen_k, job.item_keys, problem.heads_k,
+                             core::max_of(plan.device.threads, 1), core::TileDirection::ascending);
   job.row_tiles = static_cast<int>(core::ceil_div<std::int64_t>(problem.seqlen_q, kBackwardRows));
   return job;
 }

@@ -65,6 +65,11 @@ struct BackwardJob : Job {
   // In the workspace, shared by all threads.
   RowValues delta;  // rowsum(dO * O) - dLSE
   Operand sum_q;    // dQ in f32, not yet scaled
+  // Q and dO as operands in f32, or null: packed once for all key tiles, when there is room for it.
+  // `finite` says for each row tile whether its rows of Q (bit 0) and dO (bit 1) are, because only
+  // then do they serve as both kinds of operand.
+  Operand packed_q, packed_grad_o;
+  std::uint8_t* finite = nullptr;  // [batch][heads_q][row_tiles]
   // A row tile's dQ is summed over key tiles in ascending order: its turn is the key tile that may
   // add next. Work items are handed out in ascending order, so whoever is waited for is running.
   std::int32_t* turns = nullptr;  // [batch][heads_q][row_tiles]
@@ -142,7 +147,7 @@ struct BackwardScratch {
   float* grad_scores;    // dP, then dS [kBackwardRows][kBackwardKeys]
   float* grad_keys;      // dK [item_keys][dim]
   float* grad_values;    // dV [item_keys][dim_v]
-  float* grad_queries;   // this item's share of a dQ tile [kBackwardRows][dim]
+  float* grad_queries;   // dQ of a ragged row tile [kBackwardRows][dim]
   std::size_t bytes;
 };
 

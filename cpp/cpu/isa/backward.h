@@ -53,6 +53,16 @@ PANTILE_INLINE float rows_product(DType dtype, const Rows& a, const Rows& b, int
   return total;
 }
 
+// Number of a row tile among those of all heads and sequences.
+PANTILE_INLINE std::int64_t tile_number(const BackwardJob& job, int batch, int head, int tile) {
+  return (static_cast<std::int64_t>(batch) * job.heads.heads_q + head) * job.row_tiles + tile;
+}
+
+// Where rows of Q or dO are kept in packed form.
+PANTILE_INLINE float* packed_address(const Operand& packed, int batch, int head, int row) {
+  return head_address<F32>(packed, batch, head) + row * packed.side.seq_stride;
+}
+
 // The preparation of one row tile. Also gives the first key tile its turn, and writes the dQ of
 // tiles that no key tile will visit and of rows that take no part.
 inline void prepare(const BackwardJob& job, int item) {
@@ -73,10 +83,18 @@ inline void prepare(const BackwardJob& job, int item) {
     clear_rows(job.dtype, job.grad_q, work.batch, work.head, rows, job.dim);
     return;
   }
-  job.turns[(work.batch * job.heads.heads_q + work.head) * std::int64_t{job.row_tiles} +
-            work.tile] = plan.visit.begin;
+  const std::int64_t number = tile_number(job, work.batch, work.head, work.tile);
+  job.turns[number] = plan.visit.begin;
   const Rows o = rows_of(job.dtype, job.o, work.batch, work.head, rows, job.dim_v);
   const Rows grad_o = rows_of(job.dtype, job.grad_o, work.batch, work.head, rows, job.dim_v);
+  if (job.finite != nullptr) {
+    const Rows queries = rows_of(job.dtype, job.q, work.batch, work.head, rows, job.dim);
+    const bool q_dropped = pack_summed(
+        FloatMath(), packed_address(job.packed_q, work.batch, work.head, begin), queries);
+    const bool grad_o_dropped = pack_summed(
+        FloatMath(), packed_address(job.packed_grad_o, work.batch, work.head, begin), grad_o);
+    job.finite[number] = static_cast<std::uint8_t>((q_dropped ? 0 : 1) | (grad_o_dropped ? 0 : 2));
+  }
   const float* grad_lse =
       job.grad_lse.data == nullptr
           ? nullptr
@@ -117,38 +135,65 @@ struct Subtile {
   bool full;    // no pair is hidden
 };
 
-// Step b: from S and dP to P and dS. `lse` and `delta` are those of the tile's rows.
+// What step b needs of two neighbouring rows.
+struct RowPair {
+  Floats lse[2];
+  Floats delta[2];
+  Span seen[2];  // keys
+};
+
+// `lse` and `delta` are those of the tile's rows. A second row that does not exist sees nothing.
+PANTILE_INLINE RowPair row_pair(const core::Mask& mask, const QueryTile& tile,
+                                const Subtile& subtile, int row, const float* lse,
+                                const float* delta) {
+  RowPair pair{};
+  for (int i = 0; i < core::min_of(2, tile.rows.size() - row); ++i) {
+    // A row of -inf has P = exp(S - inf) = 0.
+    const bool empty = lse[row + i] == -__builtin_huge_valf();
+    pair.lse[i] = splat(empty ? __builtin_huge_valf() : lse[row + i]);
+    pair.delta[i] = splat(delta[row + i]);
+    pair.seen[i] =
+        subtile.full ? subtile.keys : core::visible_keys(mask, tile.rows.begin + row + i);
+    pair.seen[i].end = core::min_of(pair.seen[i].end, subtile.keys.end);
+  }
+  return pair;
+}
+
+// Step b for two rows: from S and dP to P and dS. `kHides`: some pairs in reach are hidden.
+template <class Math, bool kHides>
+PANTILE_INLINE void weigh_pair(const RowPair& pair, const Subtile& subtile, int row,
+                               const BackwardScratch& scratch) {
+  const Ints lanes = lane_numbers();
+  for (int v = 0; v < subtile.vectors; ++v) {
+    const int key = subtile.keys.begin + v * kLanes;
+    Floats p[2];
+    Floats ds[2];
+    PANTILE_UNROLL for (int i = 0; i < 2; ++i) {
+      const int at = (row + i) * kBackwardKeys + v * kLanes;
+      p[i] = exp(load(scratch.scores + at) - pair.lse[i]);
+      ds[i] = p[i] * (load(scratch.grad_scores + at) - pair.delta[i]);
+      if (kHides) {
+        const Ints visible = (lanes >= pair.seen[i].begin - key) & (lanes < pair.seen[i].end - key);
+        p[i] = select(visible, p[i], Floats{});
+        ds[i] = select(visible, ds[i], Floats{});
+      }
+    }
+    keep(Math(), p, ds, row, v * kLanes, scratch);
+  }
+}
+
 template <class Math>
 inline void weigh(const core::Mask& mask, const QueryTile& tile, const Subtile& subtile,
                   const float* lse, const float* delta, const BackwardScratch& scratch) {
-  const Ints lanes = lane_numbers();
+  const Span reach{subtile.keys.begin, subtile.keys.begin + subtile.vectors * kLanes};
   for (int row = 0; row < tile.rows.size(); row += 2) {
-    Span seen[2] = {{0, 0}, {0, 0}};
-    Floats row_lse[2] = {};
-    Floats row_delta[2] = {};
-    for (int i = 0; i < core::min_of(2, tile.rows.size() - row); ++i) {
-      seen[i] = subtile.full ? subtile.keys : core::visible_keys(mask, tile.rows.begin + row + i);
-      seen[i].end = core::min_of(seen[i].end, subtile.keys.end);
-      // A row of -inf has P = exp(S - inf) = 0.
-      const bool empty = lse[row + i] == -__builtin_huge_valf();
-      row_lse[i] = splat(empty ? __builtin_huge_valf() : lse[row + i]);
-      row_delta[i] = splat(delta[row + i]);
-    }
-    for (int v = 0; v < subtile.vectors; ++v) {
-      const int key = subtile.keys.begin + v * kLanes;
-      Floats p[2];
-      Floats ds[2];
-      PANTILE_UNROLL for (int i = 0; i < 2; ++i) {
-        const int at = (row + i) * kBackwardKeys + v * kLanes;
-        p[i] = exp(load(scratch.scores + at) - row_lse[i]);
-        ds[i] = p[i] * (load(scratch.grad_scores + at) - row_delta[i]);
-        if (seen[i].begin > key || seen[i].end < key + kLanes) {
-          const Ints visible = (lanes >= seen[i].begin - key) & (lanes < seen[i].end - key);
-          p[i] = select(visible, p[i], Floats{});
-          ds[i] = select(visible, ds[i], Floats{});
-        }
-      }
-      keep(Math(), p, ds, row, v * kLanes, scratch);
+    const RowPair pair = row_pair(mask, tile, subtile, row, lse, delta);
+    const bool all = core::max_of(pair.seen[0].begin, pair.seen[1].begin) <= reach.begin &&
+                     core::min_of(pair.seen[0].end, pair.seen[1].end) >= reach.end;
+    if (all) {
+      weigh_pair<Math, false>(pair, subtile, row, scratch);
+    } else {
+      weigh_pair<Math, true>(pair, subtile, row, scratch);
     }
   }
 }
@@ -196,25 +241,25 @@ inline void add_to_keys(const core::Mask& mask, const QueryTile& tile, const Sub
   }
 }
 
-// The dQ share: dS K, added to that of earlier subtiles unless this is the first. `not_finite` are
-// the rows of the block's K if some were dropped.
+// dQ += dS K, or dQ = dS K if the sums are empty. `not_finite` are the rows of the block's K if
+// some were dropped.
 template <class Math>
 inline void add_to_rows(const core::Mask& mask, const QueryTile& tile, const Subtile& subtile,
-                        const void* weights, int dim, bool first, const BackwardScratch& scratch,
-                        const Rows* not_finite) {
+                        const void* weights, int dim, bool empty, float* sums,
+                        const BackwardScratch& scratch, const Rows* not_finite) {
   using Item = typename Math::Item;
   Product<Math> p{};
   p.a = static_cast<const Item*>(weights);
   p.lda = kBackwardKeys / Math::kDepth;
   p.ldb = padded(dim);
   p.b = static_cast<const Item*>(scratch.keys_summed) + subtile.place / Math::kDepth * p.ldb;
-  p.c = scratch.grad_queries;
+  p.c = sums;
   p.ldc = p.ldb;
   p.rows = tile.rows.size();
   p.vectors = padded(dim) / kLanes;
   p.steps = core::ceil_div(subtile.keys.size(), Math::kDepth);
   p.scale = 1.0f;
-  if (first) {
+  if (empty) {
     multiply<Math, Start::zero, Walk::along_rows>(p);
   } else {
     multiply<Math, Start::old, Walk::along_rows>(p);
@@ -249,21 +294,102 @@ inline PackedRows pack_both(const Rows& rows, void* as_a, void* as_b) {
   return PackedRows{as_a, as_b, rows, dropped};
 }
 
-// Stage 2 for one row tile, but for the sum over key tiles. `keys_not_finite` are the block's keys
-// if some of their values were dropped.
+// Rows of Q or dO: the ones the preparation packed, if it did and bit `bit` says that they are
+// finite.
+template <class Math>
+inline PackedRows query_rows(const BackwardJob& job, const KeyBlock& block, const QueryTile& tile,
+                             const Operand& operand, const Operand& packed, unsigned bit, int dim,
+                             void* as_a, void* as_b) {
+  const Rows rows = rows_of(job.dtype, operand, block.batch, tile.head, tile.rows, dim);
+  if (job.finite != nullptr &&
+      (job.finite[tile_number(job, block.batch, tile.head, tile.index)] & bit) != 0) {
+    const float* from = packed_address(packed, block.batch, tile.head, tile.rows.begin);
+    return PackedRows{from, from, rows, false};
+  }
+  return pack_both<Math>(rows, as_a, as_b);
+}
+
+// The sums of dQ of one row tile, which one key block at a time adds to, in ascending order.
+class RowSums {
+ public:
+  RowSums(const BackwardJob& job, const KeyBlock& block, const QueryTile& tile, float* scratch)
+      : job_(job),
+        block_(block),
+        tile_(tile),
+        visit_(core::plan_row_tile(block.mask, tile.rows, job.item_keys).visit),
+        turn_(job.turns + tile_number(job, block.batch, tile.head, tile.index)),
+        memory_(packed_address(job.sum_q, block.batch, tile.head, tile.rows.begin)),
+        // Register blocks write past the last row, where the next sequence may be.
+        at_(tile.rows.size() == kBackwardRows ? memory_ : scratch) {}
+
+  // Waits for the earlier blocks; after that the sums belong to this one.
+  float* take() {
+    for (int round = 0; __atomic_load_n(turn_, __ATOMIC_ACQUIRE) != block_.index; ++round) {
+      pause_while_waiting(round);
+    }
+    if (at_ != memory_ && !is_empty()) {
+      copy(at_, memory_);
+    }
+    return at_;
+  }
+
+  // Whether no block has added anything yet.
+  bool is_empty() const { return block_.index == visit_.begin; }
+
+  // Hands the sums to the next block, or writes dQ when there is none.
+  void release() {
+    if (block_.index == visit_.end - 1) {
+      write();
+    } else if (at_ != memory_) {
+      copy(memory_, at_);
+    }
+    __atomic_store_n(turn_, block_.index + 1, __ATOMIC_RELEASE);
+  }
+
+ private:
+  void copy(float* to, const float* from) const {
+    for (int i = 0; i < tile_.rows.size() * padded(job_.dim); i += kLanes) {
+      store(to + i, load(from + i));
+    }
+  }
+
+  void write() const {
+    const int width = padded(job_.dim);
+    with_element(job_.dtype, [&](auto element) {
+      using Element = decltype(element);
+      typename Element::Raw* out = head_address<Element>(job_.grad_q, block_.batch, tile_.head);
+      for (int i = 0; i < tile_.rows.size(); ++i) {
+        typename Element::Raw* row = out + (tile_.rows.begin + i) * job_.grad_q.side.seq_stride;
+        for (int d = 0; d < job_.dim; d += kLanes) {
+          write_row<Element>(row, d, job_.dim, load(at_ + i * width + d) * splat(job_.scale));
+        }
+      }
+    });
+  }
+
+  const BackwardJob& job_;
+  const KeyBlock& block_;
+  const QueryTile& tile_;
+  const Span visit_;  // the blocks that add to the tile
+  std::int32_t* const turn_;
+  float* const memory_;
+  float* const at_;
+};
+
+// Stage 2 for one row tile. `keys_not_finite` are the block's keys if some of their values were
+// dropped.
 template <class Math>
 inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const QueryTile& tile,
                          const BackwardScratch& scratch, const Rows* keys_not_finite) {
-  const PackedRows q =
-      pack_both<Math>(rows_of(job.dtype, job.q, block.batch, tile.head, tile.rows, job.dim),
-                      scratch.queries, scratch.queries_summed);
-  const PackedRows grad_o =
-      pack_both<Math>(rows_of(job.dtype, job.grad_o, block.batch, tile.head, tile.rows, job.dim_v),
-                      scratch.grads, scratch.grads_summed);
+  const PackedRows q = query_rows<Math>(job, block, tile, job.q, job.packed_q, 1, job.dim,
+                                        scratch.queries, scratch.queries_summed);
+  const PackedRows grad_o = query_rows<Math>(job, block, tile, job.grad_o, job.packed_grad_o, 2,
+                                             job.dim_v, scratch.grads, scratch.grads_summed);
   const float* lse = head_values(job.lse, job.q.side, block.batch, tile.head) + tile.rows.begin;
   const float* delta = head_values(job.delta, job.q.side, block.batch, tile.head) + tile.rows.begin;
   const bool pairs = Math::kDepth == 2;
-  bool first = true;
+  RowSums row_sums(job, block, tile, scratch.grad_queries);
+  float* sums = nullptr;
   for (int place = 0; place < block.keys.size(); place += kBackwardKeys) {
     const int begin = block.keys.begin + place;
     const Span keys{begin, core::min_of(begin + kBackwardKeys, block.keys.end)};
@@ -280,49 +406,15 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
                       grad_o.as_b, job.dim_v, scratch.grad_values, grad_o.not_finite());
     add_to_keys<Math>(block.mask, tile, subtile, pairs ? scratch.pairs_ds : scratch.grad_scores,
                       q.as_b, job.dim, scratch.grad_keys, q.not_finite());
-    add_to_rows<Math>(block.mask, tile, subtile,
-                      pairs ? scratch.pairs_ds_keys : scratch.grad_scores, job.dim, first, scratch,
-                      keys_not_finite);
-    first = false;
-  }
-}
-
-// Waits for the tile's turn, adds the share to the sum in memory and passes the turn on. The first
-// key tile stores instead of adding; the last one writes dQ.
-inline void add_share(const BackwardJob& job, const KeyBlock& block, const QueryTile& tile,
-                      const BackwardScratch& scratch) {
-  const core::TilePlan plan = core::plan_row_tile(block.mask, tile.rows, job.item_keys);
-  const bool first = block.index == plan.visit.begin;
-  const bool last = block.index == plan.visit.end - 1;
-  std::int32_t* turn = job.turns +
-                       (block.batch * job.heads.heads_q + tile.head) * std::int64_t{job.row_tiles} +
-                       tile.index;
-  for (int round = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != block.index; ++round) {
-    pause_while_waiting(round);
-  }
-  const int width = padded(job.dim);
-  float* sums = head_address<F32>(job.sum_q, block.batch, tile.head);
-  with_element(job.dtype, [&](auto element) {
-    using Element = decltype(element);
-    typename Element::Raw* out = head_address<Element>(job.grad_q, block.batch, tile.head);
-    for (int i = 0; i < tile.rows.size(); ++i) {
-      const std::int64_t row = tile.rows.begin + i;
-      float* sum = sums + row * job.sum_q.side.seq_stride;
-      for (int d = 0; d < job.dim; d += kLanes) {
-        Floats x = load(scratch.grad_queries + i * width + d);
-        if (!first) {
-          x += read_row<F32>(sum, d, job.dim);
-        }
-        if (last) {
-          write_row<Element>(out + row * job.grad_q.side.seq_stride, d, job.dim,
-                             x * splat(job.scale));
-        } else {
-          write_row<F32>(sum, d, job.dim, x);
-        }
-      }
+    const bool empty = sums == nullptr && row_sums.is_empty();
+    if (sums == nullptr) {
+      sums = row_sums.take();
     }
-  });
-  __atomic_store_n(turn, block.index + 1, __ATOMIC_RELEASE);
+    add_to_rows<Math>(block.mask, tile, subtile,
+                      pairs ? scratch.pairs_ds_keys : scratch.grad_scores, job.dim, empty, sums,
+                      scratch, keys_not_finite);
+  }
+  row_sums.release();
 }
 
 // Stage 3 for dK or dV.
@@ -371,7 +463,6 @@ inline void stream_rows(const BackwardJob& job, const KeyBlock& block,
       const Span rows{t * kBackwardRows, core::min_of((t + 1) * kBackwardRows, block.mask.rows)};
       const QueryTile tile{head, t, rows};
       add_row_tile<Math>(job, block, tile, scratch, not_finite);
-      add_share(job, block, tile, scratch);
     }
   }
 }
