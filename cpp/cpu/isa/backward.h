@@ -1,41 +1,22 @@
 // FlashAttention-2 backward for a tile of keys of one key/value head.
 //
-// Preparation, once for every row: delta = rowsum(dO * O) - dLSE.
+// Preparation, once for every row: delta = rowsum(dO * O) - dLSE, and Q and dO are packed.
 // 1. K, K^T and V^T of the tile are packed; dK and dV start at 0.
-// 2. For every query head of the group, and every row tile that sees a key of the tile, Q and dO
-// are
-//    packed. Then for every subtile of keys
+// 2. For every query head of the group, and every row tile that sees a key of the tile, and every
+//    subtile of keys
 //    a. S = Q K^T and dP = dO V^T, keys along the vector lanes;
 //    b. P = exp(S - LSE), dS = P * (dP - delta), 0 where the mask hides;
-//    c. dV += P^T dO, dK += dS^T Q, and dS K is added up for the row tile.
-//    The row tile's share of dQ is added to the sum over key tiles when its turn comes.
-// 3. dK and dV are scaled and written.
+//    c. dV += P^T dO, dK += dS^T Q, and, in the row tile's turn, dQ += dS K.
+// 3. dK and dV are scaled and written; dQ by the last tile of keys that adds to it.
 //
 // Every sum has one order, whatever the number of threads. dQ alone is shared between work items.
 #pragma once
 
-#include "core/softmax_state.h"
-#include "cpu/isa/pairs.h"
-#include "cpu/isa/problem.h"
+#include "cpu/isa/backward_steps.h"
 #include "cpu/parallel.h"
 
 namespace pantile::cpu::PANTILE_ISA {
 namespace {
-
-// A tile of keys of one key/value head.
-struct KeyBlock {
-  int batch, key_head;
-  int index;  // of the tile in its sequence
-  core::Mask mask;
-  Span keys;
-};
-
-// A tile of rows of one query head that the block works on.
-struct QueryTile {
-  int head;
-  int index;  // of the tile in its sequence
-  Span rows;
-};
 
 PANTILE_INLINE float rows_product(DType dtype, const Rows& a, const Rows& b, int row) {
   Floats sum{};
@@ -51,16 +32,6 @@ PANTILE_INLINE float rows_product(DType dtype, const Rows& a, const Rows& b, int
     total += sum[lane];
   }
   return total;
-}
-
-// Number of a row tile among those of all heads and sequences.
-PANTILE_INLINE std::int64_t tile_number(const BackwardJob& job, int batch, int head, int tile) {
-  return (static_cast<std::int64_t>(batch) * job.heads.heads_q + head) * job.row_tiles + tile;
-}
-
-// Where rows of Q or dO are kept in packed form.
-PANTILE_INLINE float* packed_address(const Operand& packed, int batch, int head, int row) {
-  return head_address<F32>(packed, batch, head) + row * packed.side.seq_stride;
 }
 
 // The preparation of one row tile. Also gives the first key tile its turn, and writes the dQ of
@@ -103,210 +74,6 @@ inline void prepare(const BackwardJob& job, int item) {
   for (int i = 0; i < rows.size(); ++i) {
     delta[i] = rows_product(job.dtype, o, grad_o, i) - (grad_lse != nullptr ? grad_lse[i] : 0.0f);
   }
-}
-
-// P and dS of kLanes keys of two rows, as operands of the products in step c.
-PANTILE_INLINE void keep(FloatMath, const Floats (&p)[2], const Floats (&ds)[2], int row, int lane,
-                         const BackwardScratch& scratch) {
-  for (int i = 0; i < 2; ++i) {
-    store(scratch.scores + (row + i) * kBackwardKeys + lane, p[i]);
-    store(scratch.grad_scores + (row + i) * kBackwardKeys + lane, ds[i]);
-  }
-}
-#if defined(__AVX512BF16__)
-PANTILE_INLINE void keep(PairMath, const Floats (&p)[2], const Floats (&ds)[2], int row, int lane,
-                         const BackwardScratch& scratch) {
-  const int pair = row / 2 * kBackwardKeys + lane;
-  store(static_cast<std::uint32_t*>(scratch.pairs_p) + pair, pair_up(p[0], p[1]));
-  store(static_cast<std::uint32_t*>(scratch.pairs_ds) + pair, pair_up(ds[0], ds[1]));
-  for (int i = 0; i < 2; ++i) {
-    store_bf16(
-        static_cast<std::uint16_t*>(scratch.pairs_ds_keys) + (row + i) * kBackwardKeys + lane,
-        ds[i]);
-  }
-}
-#endif
-
-// Keys of a subtile, and what a row tile sees of it.
-struct Subtile {
-  int place;  // first key in the block's scratch arrays
-  Span keys;
-  int vectors;  // of keys
-  bool full;    // no pair is hidden
-};
-
-// What step b needs of two neighbouring rows.
-struct RowPair {
-  Floats lse[2];
-  Floats delta[2];
-  Span seen[2];  // keys
-};
-
-// `lse` and `delta` are those of the tile's rows. A second row that does not exist sees nothing.
-PANTILE_INLINE RowPair row_pair(const core::Mask& mask, const QueryTile& tile,
-                                const Subtile& subtile, int row, const float* lse,
-                                const float* delta) {
-  RowPair pair{};
-  for (int i = 0; i < core::min_of(2, tile.rows.size() - row); ++i) {
-    // A row of -inf has P = exp(S - inf) = 0.
-    const bool empty = lse[row + i] == -__builtin_huge_valf();
-    pair.lse[i] = splat(empty ? __builtin_huge_valf() : lse[row + i]);
-    pair.delta[i] = splat(delta[row + i]);
-    pair.seen[i] =
-        subtile.full ? subtile.keys : core::visible_keys(mask, tile.rows.begin + row + i);
-    pair.seen[i].end = core::min_of(pair.seen[i].end, subtile.keys.end);
-  }
-  return pair;
-}
-
-// Step b for two rows: from S and dP to P and dS. `kHides`: some pairs in reach are hidden.
-template <class Math, bool kHides>
-PANTILE_INLINE void weigh_pair(const RowPair& pair, const Subtile& subtile, int row,
-                               const BackwardScratch& scratch) {
-  const Ints lanes = lane_numbers();
-  for (int v = 0; v < subtile.vectors; ++v) {
-    const int key = subtile.keys.begin + v * kLanes;
-    Floats p[2];
-    Floats ds[2];
-    PANTILE_UNROLL for (int i = 0; i < 2; ++i) {
-      const int at = (row + i) * kBackwardKeys + v * kLanes;
-      p[i] = exp(load(scratch.scores + at) - pair.lse[i]);
-      ds[i] = p[i] * (load(scratch.grad_scores + at) - pair.delta[i]);
-      if (kHides) {
-        const Ints visible = (lanes >= pair.seen[i].begin - key) & (lanes < pair.seen[i].end - key);
-        p[i] = select(visible, p[i], Floats{});
-        ds[i] = select(visible, ds[i], Floats{});
-      }
-    }
-    keep(Math(), p, ds, row, v * kLanes, scratch);
-  }
-}
-
-template <class Math>
-inline void weigh(const core::Mask& mask, const QueryTile& tile, const Subtile& subtile,
-                  const float* lse, const float* delta, const BackwardScratch& scratch) {
-  const Span reach{subtile.keys.begin, subtile.keys.begin + subtile.vectors * kLanes};
-  for (int row = 0; row < tile.rows.size(); row += 2) {
-    const RowPair pair = row_pair(mask, tile, subtile, row, lse, delta);
-    const bool all = core::max_of(pair.seen[0].begin, pair.seen[1].begin) <= reach.begin &&
-                     core::min_of(pair.seen[0].end, pair.seen[1].end) >= reach.end;
-    if (all) {
-      weigh_pair<Math, false>(pair, subtile, row, scratch);
-    } else {
-      weigh_pair<Math, true>(pair, subtile, row, scratch);
-    }
-  }
-}
-
-// S = Q K^T, or dP with dO, V^T and dP for Q, K^T and S.
-template <class Math>
-inline void score(const QueryTile& tile, const Subtile& subtile, const void* a, const void* b,
-                  int dim, float scale, float* c) {
-  using Item = typename Math::Item;
-  Product<Math> p{};
-  p.a = static_cast<const Item*>(a);
-  p.lda = padded(dim) / Math::kDepth;
-  p.b = static_cast<const Item*>(b) + subtile.place * p.lda;
-  p.ldb = kBackwardKeys;
-  p.c = c;
-  p.ldc = kBackwardKeys;
-  p.rows = tile.rows.size();
-  p.vectors = subtile.vectors;
-  p.steps = core::ceil_div(dim, Math::kDepth);
-  p.scale = scale;
-  multiply<Math, Start::zero, Walk::along_rows>(p);
-}
-
-// dV += P^T dO, or dK += dS^T Q. `not_finite` are the rows of dO or Q if some were dropped.
-template <class Math>
-inline void add_to_keys(const core::Mask& mask, const QueryTile& tile, const Subtile& subtile,
-                        const void* weights, const void* rows, int dim, float* sums,
-                        const Rows* not_finite) {
-  using Item = typename Math::Item;
-  Product<Math> p{};
-  p.a = static_cast<const Item*>(weights);
-  p.lda = kBackwardKeys;
-  p.b = static_cast<const Item*>(rows);
-  p.ldb = padded(dim);
-  p.c = sums + subtile.place * p.ldb;
-  p.ldc = p.ldb;
-  p.rows = subtile.keys.size();
-  p.vectors = padded(dim) / kLanes;
-  p.steps = core::ceil_div(tile.rows.size(), Math::kDepth);
-  multiply<Math, Start::old, Walk::along_columns>(p);
-  if (not_finite != nullptr) {
-    add_not_finite<Walk::along_columns>(p, subtile.keys.size(), *not_finite, [&](int key, int row) {
-      return core::is_visible(mask, tile.rows.begin + row, subtile.keys.begin + key);
-    });
-  }
-}
-
-// dQ += dS K, or dQ = dS K if the sums are empty. `not_finite` are the rows of the block's K if
-// some were dropped.
-template <class Math>
-inline void add_to_rows(const core::Mask& mask, const QueryTile& tile, const Subtile& subtile,
-                        const void* weights, int dim, bool empty, float* sums,
-                        const BackwardScratch& scratch, const Rows* not_finite) {
-  using Item = typename Math::Item;
-  Product<Math> p{};
-  p.a = static_cast<const Item*>(weights);
-  p.lda = kBackwardKeys / Math::kDepth;
-  p.ldb = padded(dim);
-  p.b = static_cast<const Item*>(scratch.keys_summed) + subtile.place / Math::kDepth * p.ldb;
-  p.c = sums;
-  p.ldc = p.ldb;
-  p.rows = tile.rows.size();
-  p.vectors = padded(dim) / kLanes;
-  p.steps = core::ceil_div(subtile.keys.size(), Math::kDepth);
-  p.scale = 1.0f;
-  if (empty) {
-    multiply<Math, Start::zero, Walk::along_rows>(p);
-  } else {
-    multiply<Math, Start::old, Walk::along_rows>(p);
-  }
-  if (not_finite != nullptr) {
-    add_not_finite<Walk::along_rows>(
-        p, tile.rows.size(), not_finite->part(subtile.place, subtile.keys.size()),
-        [&](int row, int key) {
-          return core::is_visible(mask, tile.rows.begin + row, subtile.keys.begin + key);
-        });
-  }
-}
-
-// An operand's rows both as they are (A) and to be summed over (B), which floats do in one array
-// unless some of them are not finite.
-struct PackedRows {
-  const void* as_a;
-  const void* as_b;
-  Rows rows;
-  bool dropped;
-  const Rows* not_finite() const { return dropped ? &rows : nullptr; }
-};
-
-template <class Math>
-inline PackedRows pack_both(const Rows& rows, void* as_a, void* as_b) {
-  using Item = typename Math::Item;
-  const bool dropped = pack_summed(Math(), static_cast<Item*>(as_b), rows);
-  if (Math::kDepth == 1 && !dropped) {
-    return PackedRows{as_b, as_b, rows, false};
-  }
-  pack_rows(Math(), static_cast<Item*>(as_a), rows, kBackwardRows);
-  return PackedRows{as_a, as_b, rows, dropped};
-}
-
-// Rows of Q or dO: the ones the preparation packed, if it did and bit `bit` says that they are
-// finite.
-template <class Math>
-inline PackedRows query_rows(const BackwardJob& job, const KeyBlock& block, const QueryTile& tile,
-                             const Operand& operand, const Operand& packed, unsigned bit, int dim,
-                             void* as_a, void* as_b) {
-  const Rows rows = rows_of(job.dtype, operand, block.batch, tile.head, tile.rows, dim);
-  if (job.finite != nullptr &&
-      (job.finite[tile_number(job, block.batch, tile.head, tile.index)] & bit) != 0) {
-    const float* from = packed_address(packed, block.batch, tile.head, tile.rows.begin);
-    return PackedRows{from, from, rows, false};
-  }
-  return pack_both<Math>(rows, as_a, as_b);
 }
 
 // The sums of dQ of one row tile, which one key block at a time adds to, in ascending order.

@@ -116,63 +116,91 @@ inline Floats soften(float* scores, typename Math::Item* items, int keys, float*
   return shrink;
 }
 
-// Steps a to d for one row tile and the packed tile of keys that begins at key `packed`.
-// `not_finite` are the rows of V in that tile if some of their values were dropped.
+// What a row tile sees of the packed tile of keys.
+struct SeenKeys {
+  Span keys;
+  int skip;   // packed keys before the first
+  bool full;  // no pair is hidden
+  // Rows of V in the packed tile if some of their values were dropped, or null.
+  const Rows* not_finite;
+};
+
+// `packed` is the first packed key. Keys that no row of the tile sees are left out, at the front in
+// whole register blocks.
+PANTILE_INLINE SeenKeys seen_keys(const RowTile& tile, int packed, const Rows* not_finite) {
+  constexpr int kStep = 2 * kMaxBlockRows;
+  const int number = packed / kForwardKeys;
+  const int skip = core::max_of(0, tile.keys.begin - packed) / kStep * kStep;
+  return SeenKeys{{packed + skip, core::min_of(packed + kForwardKeys, tile.keys.end)},
+                  skip,
+                  number >= tile.plan.full.begin && number < tile.plan.full.end,
+                  not_finite};
+}
+
+// Step a.
 template <class Math>
-inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTile& tile,
-                   const ForwardScratch& scratch, int packed, bool full, const Rows* not_finite) {
+inline void score(const ForwardJob& job, const RowTile& tile, const SeenKeys& seen,
+                  const ForwardScratch& scratch) {
   using Item = typename Math::Item;
-  const int lda = padded(job.dim) / Math::kDepth;
+  Product<Math> p{};
+  p.lda = padded(job.dim) / Math::kDepth;
+  p.a = static_cast<const Item*>(scratch.keys) + seen.skip * p.lda;
+  p.b = static_cast<const Item*>(scratch.queries) + tile.place * p.lda;
+  p.ldb = kForwardRows;
+  p.c = scratch.scores;
+  p.ldc = kForwardRows;
+  p.rows = seen.keys.size();
+  p.vectors = tile.vectors;
+  p.steps = core::ceil_div(job.dim, Math::kDepth);
+  p.scale = job.scale;
+  multiply<Math, Start::zero, Walk::along_rows>(p);
+}
+
+// Step d.
+template <class Math>
+inline void add_values(const ForwardJob& job, const core::Mask& mask, const RowTile& tile,
+                       const SeenKeys& seen, const ForwardScratch& scratch) {
+  using Item = typename Math::Item;
   const int width = padded(job.dim_v);
-  // Leave out keys that no row of the tile sees, at the front in whole register blocks.
-  const int skip =
-      core::max_of(0, tile.keys.begin - packed) / (2 * kMaxBlockRows) * (2 * kMaxBlockRows);
-  const Span keys{packed + skip, core::min_of(packed + kForwardKeys, tile.keys.end)};
-
-  Product<Math> scores{};
-  scores.a = static_cast<const Item*>(scratch.keys) + skip * lda;
-  scores.lda = lda;
-  scores.b = static_cast<const Item*>(scratch.queries) + tile.place * lda;
-  scores.ldb = kForwardRows;
-  scores.c = scratch.scores;
-  scores.ldc = kForwardRows;
-  scores.rows = keys.size();
-  scores.vectors = tile.vectors;
-  scores.steps = core::ceil_div(job.dim, Math::kDepth);
-  scores.scale = job.scale;
-  multiply<Math, Start::zero, Walk::along_rows>(scores);
-
-  if (!full) {
-    hide_scores(block.mask, tile, keys, scratch.scores);
-  }
-  pad_scores(keys.size(), scratch.scores);
-  for (int v = 0; v < tile.vectors; ++v) {
-    const int lane = v * kLanes;
-    const Floats factor =
-        soften<Math>(scratch.scores + lane, static_cast<Item*>(scratch.probabilities) + lane,
-                     core::round_up(keys.size(), kWays), scratch.row_max + tile.place + lane,
-                     scratch.row_sum + tile.place + lane);
-    store(scratch.row_factor + lane, factor);
-  }
-
-  Product<Math> outputs{};
-  outputs.a = static_cast<const Item*>(Math::kDepth == 1 ? scratch.scores : scratch.probabilities);
-  outputs.lda = kForwardRows;
-  outputs.b = static_cast<const Item*>(scratch.values) + skip / Math::kDepth * width;
-  outputs.ldb = width;
-  outputs.c = scratch.outputs + tile.place * width;
-  outputs.ldc = width;
-  outputs.rows = tile.rows.size();
-  outputs.vectors = width / kLanes;
-  outputs.steps = core::ceil_div(keys.size(), Math::kDepth);
-  outputs.factor = scratch.row_factor;
-  multiply<Math, Start::old_scaled, Walk::along_columns>(outputs);
-  if (not_finite != nullptr) {
-    const Rows values = not_finite->part(skip, keys.size());
-    add_not_finite<Walk::along_columns>(outputs, tile.rows.size(), values, [&](int i, int k) {
-      return core::is_visible(block.mask, tile.rows.begin + i, keys.begin + k);
+  Product<Math> p{};
+  p.a = static_cast<const Item*>(Math::kDepth == 1 ? scratch.scores : scratch.probabilities);
+  p.lda = kForwardRows;
+  p.b = static_cast<const Item*>(scratch.values) + seen.skip / Math::kDepth * width;
+  p.ldb = width;
+  p.c = scratch.outputs + tile.place * width;
+  p.ldc = width;
+  p.rows = tile.rows.size();
+  p.vectors = width / kLanes;
+  p.steps = core::ceil_div(seen.keys.size(), Math::kDepth);
+  p.factor = scratch.row_factor;
+  multiply<Math, Start::old_scaled, Walk::along_columns>(p);
+  if (seen.not_finite != nullptr) {
+    const Rows values = seen.not_finite->part(seen.skip, seen.keys.size());
+    add_not_finite<Walk::along_columns>(p, tile.rows.size(), values, [&](int i, int k) {
+      return core::is_visible(mask, tile.rows.begin + i, seen.keys.begin + k);
     });
   }
+}
+
+// Steps a to d for one row tile.
+template <class Math>
+inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTile& tile,
+                   const SeenKeys& seen, const ForwardScratch& scratch) {
+  score<Math>(job, tile, seen, scratch);
+  if (!seen.full) {
+    hide_scores(block.mask, tile, seen.keys, scratch.scores);
+  }
+  pad_scores(seen.keys.size(), scratch.scores);
+  auto* items = static_cast<typename Math::Item*>(scratch.probabilities);
+  for (int v = 0; v < tile.vectors; ++v) {
+    const int lane = v * kLanes;
+    const int row = tile.place + lane;
+    const Floats factor =
+        soften<Math>(scratch.scores + lane, items + lane, core::round_up(seen.keys.size(), kWays),
+                     scratch.row_max + row, scratch.row_sum + row);
+    store(scratch.row_factor + lane, factor);
+  }
+  add_values<Math>(job, block.mask, tile, seen, scratch);
 }
 
 // Stage 3 for the rows of a block.
@@ -239,8 +267,8 @@ inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
     for (int t = 0; t < row_tiles; ++t) {
       const RowTile tile = row_tile(block, t * kForwardRows);
       if (k >= tile.plan.visit.begin && k < tile.plan.visit.end) {
-        const bool full = k >= tile.plan.full.begin && k < tile.plan.full.end;
-        attend<Math>(job, block, tile, scratch, keys.begin, full, dropped ? &values : nullptr);
+        const SeenKeys seen_by_tile = seen_keys(tile, keys.begin, dropped ? &values : nullptr);
+        attend<Math>(job, block, tile, seen_by_tile, scratch);
       }
     }
   }
