@@ -15,8 +15,8 @@
 namespace pantile::cpu {
 
 // Rows and keys per tile. All are multiples of every register block's rows (6, 8, 12) and of every
-// vector width (4, 8, 16 floats). They also fix the order of every sum, so they must depend on
-// neither the number of threads nor the instruction set.
+// vector width (4, 8, 16 floats). They also fix the order of sums, so they must not depend on the
+// number of threads.
 inline constexpr int kForwardRows = 48;
 inline constexpr int kForwardKeys = 96;
 inline constexpr int kBackwardRows = 96;

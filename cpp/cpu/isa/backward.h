@@ -245,12 +245,9 @@ void backward(const BackwardJob& job, int item, void* memory) {
                        Span{begin, core::min_of(end, k.length)}};
   if (!block.keys.empty()) {
     const BackwardScratch scratch = backward_scratch(job, memory);
-    for (int i = 0; i < job.item_keys * padded(job.dim); i += kLanes) {
-      store(scratch.grad_keys + i, Floats{});
-    }
-    for (int i = 0; i < job.item_keys * padded(job.dim_v); i += kLanes) {
-      store(scratch.grad_values + i, Floats{});
-    }
+    const int touched = core::min_of(touched_rows(block.keys.size()), job.item_keys);
+    fill(scratch.grad_keys, touched * padded(job.dim), 0.0f);
+    fill(scratch.grad_values, touched * padded(job.dim_v), 0.0f);
     stream_rows<Math>(job, block, scratch);
     write_keys(job, block, job.grad_k, scratch.grad_keys, job.dim, job.scale);
     write_keys(job, block, job.grad_v, scratch.grad_values, job.dim_v, 1.0f);

@@ -21,7 +21,7 @@ namespace pantile::cpu::PANTILE_ISA {
 namespace {
 
 constexpr float kHidden = -__builtin_huge_valf();  // score of a pair that the mask hides
-constexpr int kWays = 4;                           // keys at a time in the softmax
+constexpr int kWays = 4;  // keys at a time in the softmax: independent chains, to hide latencies
 
 // A block of rows of one head, and one tile of rows in it.
 struct ForwardBlock {
@@ -97,8 +97,10 @@ inline Floats soften(float* scores, typename Math::Item* items, int keys, float*
     }
   }
   const Floats old_max = load(row_max);
-  const Floats max = max_or_second(max_or_second(top[0], top[1]),
-                                   max_or_second(max_or_second(top[2], top[3]), old_max));
+  Floats max = old_max;
+  PANTILE_UNROLL for (int way = 0; way < kWays; ++way) {
+    max = max_or_second(top[way], max);
+  }
   const Floats shift = select(max == splat(kHidden), Floats{}, max);  // core::softmax_shift
   Floats sum[kWays] = {};
   for (int k = 0; k < keys; k += kWays) {
@@ -111,8 +113,12 @@ inline Floats soften(float* scores, typename Math::Item* items, int keys, float*
     keep(p, s, items + k / Math::kDepth * kForwardRows);
   }
   const Floats shrink = exp(old_max - shift);
+  Floats total = load(row_sum) * shrink;
+  PANTILE_UNROLL for (int way = 0; way < kWays; ++way) {
+    total += sum[way];
+  }
   store(row_max, max);
-  store(row_sum, load(row_sum) * shrink + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
+  store(row_sum, total);
   return shrink;
 }
 
@@ -285,14 +291,10 @@ void forward(const ForwardJob& job, int item, void* memory) {
   if (!rows.empty()) {
     const ForwardScratch scratch = forward_scratch(job, memory);
     const ForwardBlock block{work.batch, work.head, mask_of(job, q.length, k.length), rows};
-    const int capacity = core::round_up(rows.size(), kForwardRows);
-    for (int i = 0; i < capacity; i += kLanes) {
-      store(scratch.row_max + i, splat(core::empty_softmax_state().max));
-      store(scratch.row_sum + i, splat(core::empty_softmax_state().sum));
-    }
-    for (int i = 0; i < capacity * padded(job.dim_v); i += kLanes) {
-      store(scratch.outputs + i, Floats{});
-    }
+    const int touched = touched_rows(rows.size());
+    fill(scratch.row_max, touched, core::empty_softmax_state().max);
+    fill(scratch.row_sum, touched, core::empty_softmax_state().sum);
+    fill(scratch.outputs, touched * padded(job.dim_v), 0.0f);
     stream_keys<Math>(job, block, scratch);
     write_block(job, block, scratch);
   }

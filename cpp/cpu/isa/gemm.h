@@ -5,6 +5,7 @@
 // are rounded up to block_rows(), columns to whole vectors.
 #pragma once
 
+#include "core/integer.h"
 #include "cpu/isa/simd.h"
 
 namespace pantile::cpu::PANTILE_ISA {
@@ -66,6 +67,11 @@ constexpr int block_rows(int vectors) {
   return vectors == 2 ? 6 : 12;
 }
 constexpr int kMaxBlockRows = 12;
+
+// Rows of A and C that blocks of any width touch for a product of `rows` rows.
+PANTILE_INLINE int touched_rows(int rows) {
+  return core::max_of(core::round_up(rows, 8), core::round_up(rows, kMaxBlockRows));
+}
 constexpr int kMaxPanelVectors = kRegisters >= 32 ? 4 : 2;
 
 // Width of the next panel when `left` vectors remain.

@@ -93,7 +93,7 @@ inline void pack_rows(FloatMath, float* to, const Rows& from, int capacity) {
       }
     }
   });
-  const int end = core::min_of(from.count + kMaxBlockRows, capacity);
+  const int end = core::min_of(touched_rows(from.count), capacity);
   for (int at = from.count * width; at < end * width; at += kLanes) {
     store(to + at, Floats{});
   }

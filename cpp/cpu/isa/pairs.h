@@ -25,7 +25,7 @@ inline void pack_rows(PairMath, std::uint32_t* to, const Rows& from, int capacit
     __builtin_memset(row, 0, static_cast<unsigned>(width) * sizeof *row);
     __builtin_memcpy(row, from.row<BF16>(i), static_cast<unsigned>(from.dim) * sizeof(BF16::Raw));
   }
-  const int end = core::min_of(from.count + kMaxBlockRows, capacity);
+  const int end = core::min_of(touched_rows(from.count), capacity);
   __builtin_memset(to + from.count * width, 0,
                    static_cast<unsigned>((end - from.count) * width) * sizeof *to);
 }

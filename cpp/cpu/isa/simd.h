@@ -73,6 +73,13 @@ PANTILE_INLINE Floats from_bits(Words x) {
   return reinterpret_cast<Floats>(x);
 }
 
+// `count` is rounded up to whole vectors.
+PANTILE_INLINE void fill(float* to, int count, float value) {
+  for (int i = 0; i < count; i += kLanes) {
+    store(to + i, splat(value));
+  }
+}
+
 // The larger of the two; `second` when either is NaN.
 PANTILE_INLINE Floats max_or_second(Floats first, Floats second) {
 #if defined(__AVX512F__)
