@@ -65,7 +65,8 @@ endfunction()
 
 pantile_read_kernels()
 target_sources(pantile PRIVATE
-  cuda/hopper/plan_forward.cc cuda/hopper/plan_backward.cc cuda/ampere/plan_forward.cc)
+  cuda/hopper/plan_forward.cc cuda/hopper/plan_backward.cc
+  cuda/ampere/plan_forward.cc cuda/ampere/plan_backward.cc)
 
 if(PANTILE_HAS_CUDA)
   cmake_host_system_information(RESULT _cores QUERY NUMBER_OF_LOGICAL_CORES)

@@ -107,8 +107,7 @@ inline constexpr int kRowTerms = 3;
 constexpr int backward_shared_bytes(const BackwardTile& tile, int head_dim, int head_dim_v) {
   const int weights = tile.column_warps > 1 ? 2 : 1;  // dS, and P if it is shared
   return 2 * (tile.tile_k + tile.stages * tile.tile_q) * (head_dim + head_dim_v) +
-         2 * weights * tile.tile_k * tile.tile_q + 4 * tile.stages * kRowTerms * tile.tile_q +
-         kWorkBytes;
+         2 * weights * tile.tile_k * tile.tile_q + 4 * 2 * kRowTerms * tile.tile_q + kWorkBytes;
 }
 
 constexpr BackwardTile backward_tile(int head_dim, SharedClass shared) {

@@ -11,4 +11,8 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
                       const DeviceProps& device);
 void configure_forward(ForwardPlan* plan);
 
+Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
+                       const DeviceProps& device);
+void configure_backward(BackwardPlan* plan);
+
 }  // namespace pantile::ampere

@@ -45,12 +45,12 @@ struct BackwardStorage {
   struct Stage {
     alignas(128) std::uint16_t q[Config::kTileQ * Config::kHeadDim];
     alignas(128) std::uint16_t grad_o[Config::kTileQ * Config::kHeadDimV];
-    alignas(128) float row_terms[kRowTerms][Config::kTileQ];
   };
   // K and V; at the end dK and dV on their way to global memory.
   alignas(128) std::uint16_t k[Config::kTileK * Config::kHeadDim];
   alignas(128) std::uint16_t v[Config::kTileK * Config::kHeadDimV];
   Stage stages[Config::kStages];
+  alignas(128) float row_terms[2][kRowTerms][Config::kTileQ];  // of step i in i % 2
   // dS and, if warps share it, P. Transposed: one row a key, one column a query row.
   alignas(
       128) std::uint16_t weights[Config::kSharesWeights ? 2 : 1][Config::kTileK * Config::kTileQ];

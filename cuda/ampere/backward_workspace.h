@@ -1,0 +1,45 @@
+// How the backward lays out the memory it is lent. Linear in the number of query rows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ampere/config.h"
+#include "common/attended.h"
+#include "pantile/problem.h"
+
+namespace pantile::ampere {
+
+struct BackwardWorkspace {
+  std::int64_t row_tiles;  // numbers of row tiles (common/attended.h), per query head
+  // Byte offsets.
+  std::size_t dq_sum;      // fp32 or int32 [heads_q][row_tiles][tile_q * head_dim of the kernel]
+  std::size_t row_terms;   // fp32 [heads_q][row_tiles][kRowTerms][tile_q]
+  std::size_t key_bounds;  // uint32 [batch][heads_k][2], deterministic only
+  std::size_t bytes;
+};
+
+// Rows that tile numbers are counted from: the longest sequence or, packed, all rows.
+constexpr std::int64_t counted_rows(const ForwardProblem& p) {
+  return p.packed_q ? p.total_q : p.seqlen_q;
+}
+
+constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem, int kernel_head_dim,
+                                               int tile_q) {
+  constexpr std::size_t kAlign = 256;
+  const ForwardProblem& p = problem.forward;
+  BackwardWorkspace workspace{};
+  workspace.row_tiles = common::tile_numbers(p.packed_q, counted_rows(p), p.batch, tile_q);
+  const auto rows = static_cast<std::size_t>(workspace.row_tiles * p.heads_q * tile_q);
+  workspace.dq_sum = 0;
+  workspace.row_terms = rows * static_cast<std::size_t>(kernel_head_dim) * 4;
+  workspace.key_bounds = workspace.row_terms + rows * kRowTerms * 4;
+  workspace.bytes = workspace.key_bounds;
+  if (problem.deterministic) {
+    workspace.bytes += static_cast<std::size_t>(p.batch * p.heads_k) * 8;
+  }
+  workspace.bytes = (workspace.bytes + kAlign - 1) / kAlign * kAlign;
+  return workspace;
+}
+
+}  // namespace pantile::ampere
