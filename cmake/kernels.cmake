@@ -6,6 +6,9 @@
 set(_generated "${PROJECT_BINARY_DIR}/generated")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS cuda/kernels.def cuda/instance.cu.in)
 set(PANTILE_CUDA_FAMILIES hopper ampere)
+# For quick builds while one kernel is worked on: the table then holds these rows only.
+set(PANTILE_KERNELS "" CACHE STRING
+  "Compile only the kernels whose name matches this regular expression; empty: all of them")
 
 function(pantile_read_kernels)
   file(STRINGS cuda/kernels.def _rows REGEX "^PANTILE_KERNEL")
@@ -28,6 +31,9 @@ function(pantile_read_kernels)
       set(name ${backend}_${pass}_${dtype}_d${head_dim}_${mask})
     else()
       set(name ${backend}_${pass}_${dtype}_d${head_dim}x${head_dim_v}_${mask})
+    endif()
+    if(PANTILE_KERNELS AND NOT name MATCHES "${PANTILE_KERNELS}")
+      continue()
     endif()
     if(pass STREQUAL "forward")
       set(Pass Forward)

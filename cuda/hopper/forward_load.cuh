@@ -85,18 +85,20 @@ class Loader {
   PANTILE_DEVICE void run() {
     State next = State::unknown;
     for (my_.tile = 0;; ++my_.tile) {
-      if (next == State::unknown) {
+      if (next == State::unknown || next == State::none) {
         describe();
       }
       const TileInfo& info = described(my_.tile);
+      const int steps = info.visit_end - info.visit_begin;
+      take_keys(info);
       if (info.visit_end > 0) {
-        load_k(info, info.visit_end - 1, use_);
+        load_k(steps - 1, use_);
       }
       if (next != State::requested) {
         request_q(my_.tile, true);
       }
       if (info.visit_end > 0) {
-        next = load_tile(info);
+        next = load_tile(steps);
       } else if (info.keys != 0) {
         await_outputs();
         next = State::unknown;
@@ -120,8 +122,12 @@ class Loader {
   static constexpr int kClaimSteps = 5;
   static constexpr int kDescribeSteps = kClaimSteps - 2;
 
-  // How far the loader is with the tile after the current one.
-  enum class State { unknown, described, requested };
+  // How far the loader is with the tile after the current one; none: there is no work for it.
+  enum class State { unknown, claimed, none, described, requested };
+
+  // What the keys of a tile ask for: copies, also the guards for some V, or not even copies because
+  // there are no keys at all (the guards clear V).
+  enum class Need { plain, guards, nothing };
 
   PANTILE_DEVICE TileInfo& described(std::uint32_t tile) {
     return s_.tiles[buffer_of<ForwardConfig::kTiles>(tile)];
@@ -224,36 +230,48 @@ class Loader {
     }
   }
 
-  // All steps of one tile, the first K excepted.
-  PANTILE_DEVICE State load_tile(const TileInfo& info) {
+  // What every load of the current tile needs, in registers: one instruction more in each step
+  // costs the math warps of the same scheduler an issue slot, and at head dim 64 they use nine of
+  // ten.
+  PANTILE_DEVICE void take_keys(const TileInfo& info) {
+    row_ = info.k_row + info.visit_begin * kConfig.tile_k;
+    head_ = info.k_head;
+    batch_ = info.k_batch;
+    need_ = p_.no_keys                              ? Need::nothing
+            : (info.clear_tail | info.careful) != 0 ? Need::guards
+                                                    : Need::plain;
+  }
+
+  // All steps of one tile, the first K excepted. Steps are counted by how many come after them.
+  PANTILE_DEVICE State load_tile(int steps) {
     if constexpr (!kInQ) {
-      if (info.visit_end - info.visit_begin > 1) {
-        load_k(info, info.visit_end - 2, use_ + 1);
+      if (steps > 1) {
+        load_k(steps - 2, use_ + 1);
       }
       if constexpr (!kConfig.o_apart) {
         await_stored();  // O of the tile before lay in both stages of V
       }
     }
     State next = State::unknown;
-    for (int key_tile = info.visit_end - 1; key_tile >= info.visit_begin; --key_tile, ++use_) {
-      const int left = key_tile - info.visit_begin;  // steps after this one
-      const int steps = info.visit_end - info.visit_begin;
-      if (left == core::min_of(steps - 1, kClaimSteps)) {
+    for (int left = steps - 1; left >= 0; --left, ++use_) {
+      const bool may_describe = next == State::claimed || left == 0;
+      if (next == State::unknown && left <= kClaimSteps) {
         claim();
+        next = State::claimed;
       }
       if (left > 0 && (kInQ || left < steps - 1)) {
-        load_k(info, key_tile - 1, use_ + 1);
+        load_k(left - 1, use_ + 1);
       }
       if (kConfig.o_apart && left == core::max_of(steps - 2, 0)) {
         await_stored();  // O of the tile before lay in the second stage of V to be loaded
       }
-      load_v(info, key_tile);
+      load_v(left);
       // Last, because V is the one that is waited for soonest.
-      if (left == core::clamp(steps - 2, 0, kDescribeSteps)) {
+      if (may_describe && next == State::claimed && left <= kDescribeSteps) {
         if (!kInQ) {
           my_.finished = my_.tile;
         }
-        next = describe_work(my_.tile + 1, use_ + left + 1) ? State::described : State::unknown;
+        next = describe_work(my_.tile + 1, use_ + left + 1) ? State::described : State::none;
       }
       if (kInQ && next == State::described && request_q(my_.tile + 1, false)) {
         next = State::requested;
@@ -262,42 +280,58 @@ class Loader {
     return next;
   }
 
-  PANTILE_DEVICE void load_k(const TileInfo& info, int key_tile, std::uint32_t use) {
+  PANTILE_DEVICE void load_k(int left, std::uint32_t use) {
     const int stage = buffer_of<kKStages>(use);
     prim::wait(s_.k_empty[stage], parity_of<kKStages>(use) ^ 1);
-    load_panels<kConfig.k_tile()>(s_.k[stage], maps_.k, s_.k_full[stage], info, key_tile,
-                                  p_.qk_panels);
+    load_panels<kConfig.k_tile()>(s_.k[stage], maps_.k, s_.k_full[stage], left, p_.qk_panels);
   }
 
-  PANTILE_DEVICE void load_v(const TileInfo& info, int key_tile) {
+  PANTILE_DEVICE void load_v(int left) {
     const int stage = buffer_of<kVStages>(use_);
     prim::wait(s_.v_empty[stage], parity_of<kVStages>(use_) ^ 1);
-    const bool masked = key_tile >= info.full_end || key_tile < info.full_begin;
-    const bool has_tail = info.clear_tail && key_tile == info.visit_end - 1;
-    if (has_tail || (kMayRepeat && info.careful && masked)) {
-      give_order(GuardOrder{
-          stage, parity_of<kVStages>(use_),
-          has_tail ? core::max_of(info.keys - key_tile * kConfig.tile_k, 0) : kConfig.tile_k,
-          kMayRepeat && info.careful && masked, buffer_of<ForwardConfig::kTiles>(my_.tile)});
+    if (need_ != Need::plain) {
+      order_guards(left);
     }
-    load_panels<kConfig.v_tile()>(s_.v[stage], maps_.v, s_.v_full[stage], info, key_tile,
-                                  p_.v_panels);
+    load_panels<kConfig.v_tile()>(s_.v[stage], maps_.v, s_.v_full[stage], left, p_.v_panels);
+  }
+
+  // Tells the guards what to do with the V about to be loaded, if anything.
+  PANTILE_DEVICE void order_guards(int left) {
+    const TileInfo& info = described(my_.tile);
+    const int key_tile = info.visit_begin + left;
+    const bool masked = key_tile >= info.full_end || key_tile < info.full_begin;
+    const bool scan = kMayRepeat && info.careful && masked;
+    const bool has_tail = info.clear_tail && key_tile == info.visit_end - 1;
+    if (has_tail || scan) {
+      give_order(GuardOrder{
+          buffer_of<kVStages>(use_), parity_of<kVStages>(use_),
+          has_tail ? core::max_of(info.keys - key_tile * kConfig.tile_k, 0) : kConfig.tile_k, scan,
+          buffer_of<ForwardConfig::kTiles>(my_.tile)});
+    }
   }
 
   template <tile::PanelTile kTile>
   PANTILE_DEVICE void load_panels(unsigned char* to, const CUtensorMap& map, prim::Mbarrier& full,
-                                  const TileInfo& info, int key_tile, int panels_per_copy) {
-    if (p_.no_keys) {
+                                  int left, int panels_per_copy) {
+    if (need_ == Need::nothing) {
       prim::arrive(full);  // K is masked, V is cleared by the guards
       return;
     }
-    const int row = info.k_row + key_tile * kConfig.tile_k;
     prim::arrive_and_expect(full, kTile.bytes());
+    copy_panels<kTile>(to, map, full, row_ + left * kConfig.tile_k, head_, batch_, panels_per_copy);
+  }
+
+  // More than one copy only where the rows of the tensor are not whole panels.
+  template <tile::PanelTile kTile>
+  PANTILE_DEVICE void copy_panels(unsigned char* to, const CUtensorMap& map, prim::Mbarrier& full,
+                                  int row, int head, int batch, int panels_per_copy) {
+    prim::tma_load(to, &map, full, prim::TileOrigin{0, row, 0, head, batch});
+    if constexpr (kTile.panels() > 1) {
 #pragma unroll 1
-    for (int panel = 0; panel < kTile.panels(); panel += panels_per_copy) {
-      prim::tma_load(
-          to + panel * kTile.panel_bytes(), &map, full,
-          prim::TileOrigin{panel * tile::kPanelColumns, row, 0, info.k_head, info.k_batch});
+      for (int panel = panels_per_copy; panel < kTile.panels(); panel += panels_per_copy) {
+        prim::tma_load(to + panel * kTile.panel_bytes(), &map, full,
+                       prim::TileOrigin{panel * tile::kPanelColumns, row, 0, head, batch});
+      }
     }
   }
 
@@ -324,14 +358,9 @@ class Loader {
     prim::arrive_and_expect(s_.q_full[buffer], kConfig.math_warpgroups * kConfig.q_tile().bytes());
 #pragma unroll
     for (int group = 0; group < kConfig.math_warpgroups; ++group) {
-#pragma unroll 1
-      for (int panel = 0; panel < kConfig.q_tile().panels(); panel += p_.qk_panels) {
-        prim::tma_load(
-            s_.q[buffer][group] + panel * kConfig.q_tile().panel_bytes(), &maps_.q,
-            s_.q_full[buffer],
-            prim::TileOrigin{panel * tile::kPanelColumns, row + group * kRowsPerWarpgroup, 0,
-                             info.head * p_.q_steps.head, info.batch * p_.q_steps.batch});
-      }
+      copy_panels<kConfig.q_tile()>(s_.q[buffer][group], maps_.q, s_.q_full[buffer],
+                                    row + group * kRowsPerWarpgroup, info.head * p_.q_steps.head,
+                                    info.batch * p_.q_steps.batch, p_.qk_panels);
     }
     return true;
   }
@@ -358,8 +387,10 @@ class Loader {
   LoaderState& my_;
   const ForwardMaps& maps_;
   const ForwardParams& p_;
-  int claimed_;            // last
-  std::uint32_t use_ = 0;  // of the rings of K and V, over all tiles
+  int claimed_;             // last
+  std::uint32_t use_ = 0;   // of the rings of K and V, over all tiles
+  int row_, head_, batch_;  // where the keys that the tile visits begin in the maps of K and V
+  Need need_;
 };
 
 }  // namespace pantile::hopper
