@@ -3,14 +3,13 @@ compute capability 8.0 on; on Hopper the backend is forced.
 
     python benchmarks/ampere.py --out benchmarks/results/ampere.jsonl"""
 
-import cases
-import gpu
+from pantile.bench import cases, sweep
 
 if __name__ == "__main__":
     spec = cases.CATALOGUE["grid"]["ampere"]
-    parser = gpu.parser(__doc__, ["FA2 (torch)", "cuDNN (torch)"], "ampere.jsonl")
+    parser = sweep.parser(__doc__, ["FA2 (torch)", "cuDNN (torch)"], "ampere.jsonl")
     parser.set_defaults(
         head_dims=",".join(map(str, spec["head_dims"])),
         lengths=",".join(map(str, spec["lengths"])),
     )
-    gpu.main(parser.parse_args(), "ampere", cases.special)
+    sweep.main(parser.parse_args(), "ampere", cases.special)

@@ -91,9 +91,9 @@ def hold_to(isa: str, torch_too: bool) -> None:
 
 def contenders(shape: Shape, what: str, dtype):
     """Calls of ours and of torch on the same values."""
-    import measure
     import pantile
     import torch
+    from pantile.bench import measure
     from torch.nn.functional import scaled_dot_product_attention
 
     def operand(heads: int):
@@ -112,23 +112,14 @@ def contenders(shape: Shape, what: str, dtype):
     def their_forward():
         return scaled_dot_product_attention(*theirs, is_causal=shape.causal, enable_gqa=grouped)
 
-    def repeat(forward, inputs, grad):
-        def call(n: int) -> None:
-            for _ in range(n):
-                if what == "forward":
-                    with torch.no_grad():
-                        forward()
-                else:
-                    torch.autograd.grad(forward(), inputs, grad)
-
-        return call
-
-    def drained() -> None:
-        pass
+    def timed(forward, inputs, grad):
+        if what == "forward":
+            return torch.no_grad()(forward)
+        return lambda: torch.autograd.grad(forward(), inputs, grad)
 
     return [
-        measure.Contender("pantile", repeat(our_forward, ours, grad_o), True, drained),
-        measure.Contender("torch", repeat(their_forward, theirs, their_grad), True, drained),
+        measure.on_cpu("pantile", timed(our_forward, ours, grad_o)),
+        measure.on_cpu("torch", timed(their_forward, theirs, their_grad)),
     ]
 
 
@@ -145,9 +136,9 @@ def main() -> None:
     arguments = parse()
     if arguments.isa is not None:
         hold_to(arguments.isa, arguments.same_isa)
-    import measure
     import pantile
     import torch
+    from pantile.bench import measure
 
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)

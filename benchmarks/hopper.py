@@ -1,14 +1,15 @@
 """The Hopper backend against its peers: FlashAttention-3, cuDNN and torch's flash backend.
 
     FA3_SO=... DEW3_SO=... python benchmarks/hopper.py --out benchmarks/results/h200.jsonl
+    python benchmarks/hopper.py --dtype float8 --peers "FA3,cuDNN FP8" --passes forward
+    python benchmarks/hopper.py --peers all --head-dims 128 --lengths 4096 --no-special
 
 FA3_SO names FlashAttention-3's torch operator library (forward), DEW3_SO its JAX build (backward);
 a peer that is missing is named in the table."""
 
-import cases
-import gpu
+from pantile.bench import cases, sweep
 
 if __name__ == "__main__":
     peers = ["FA3", "cuDNN (torch)", "FA2 (torch)"]
-    arguments = gpu.parser(__doc__, peers, "hopper.jsonl").parse_args()
-    gpu.main(arguments, "hopper", lambda: [*cases.special(), cases.varlen()])
+    arguments = sweep.parser(__doc__, peers, "hopper.jsonl").parse_args()
+    sweep.main(arguments, "hopper", lambda: [*cases.special(), cases.varlen()])

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+except ModuleNotFoundError as error:  # Python 3.10
+    try:
+        import tomli as tomllib
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("with Python 3.10 the benchmarks need tomli") from error
 
 CATALOGUE = tomllib.loads((pathlib.Path(__file__).parent / "cases.toml").read_text())
 
@@ -57,6 +60,21 @@ def grid(head_dims=None, lengths=None, masks=None) -> list[Case]:
         for d in head_dims or spec["head_dims"]
         for mask in masks or spec["masks"]
         for n in lengths or spec["lengths"]
+    ]
+
+
+def quick(device: str) -> dict:
+    """The small grid of ``python -m pantile bench``: keyword arguments of :func:`small_grid`."""
+    return dict(CATALOGUE["quick"][device])
+
+
+def small_grid(batch, heads, head_dims, lengths, masks) -> list[Case]:
+    """Cases of one batch and head count, named like those of :func:`grid`."""
+    return [
+        Case(f"d{d} {mask} {n}", batch, heads, heads, d, n, mask == "causal")
+        for d in head_dims
+        for mask in masks
+        for n in lengths
     ]
 
 

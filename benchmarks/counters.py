@@ -1,0 +1,108 @@
+"""Runs a part of a script under ncu and gives back one record per kernel launch, case by case.
+
+A script that wants counters calls itself: `collect` starts it under ncu with the names of its
+cases, and in that process `run_cases` runs them, each once to warm up and once measured. A spin
+kernel between the cases tells them apart in ncu's output."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+
+MARK = "spin_kernel"  # of torch.cuda._sleep
+CHILD = "PANTILE_COUNTED_CASES"
+
+
+class CounterError(RuntimeError):
+    """ncu is missing, may not read the counters, or gave no data."""
+
+
+def parse(text: str, metrics: list[str]) -> list[dict]:
+    """Launches of ncu's raw CSV page: {"kernel": name, metric: value}, in launch order. A value
+    that ncu could not measure is None."""
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        raise CounterError(f"ncu gave no table: {' | '.join(lines[-3:])}")
+    rows = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
+    launches = []
+    for row in rows:
+        if not row["ID"]:  # the line of units
+            continue
+        record = {"kernel": row["Kernel Name"]}
+        for metric in metrics:
+            value = (row.get(metric) or "").replace(",", "")
+            try:
+                record[metric] = float(value)
+            except ValueError:
+                record[metric] = None
+        launches.append(record)
+    return launches
+
+
+def split(launches: list[dict], names: list[str]) -> dict[str, list[dict]]:
+    """Launches by case: each case's launches follow its mark."""
+    groups: list[list[dict]] = []
+    for launch in launches:
+        if MARK in launch["kernel"]:
+            groups.append([])
+        elif groups:
+            groups[-1].append(launch)
+    if len(groups) != len(names):
+        raise CounterError(f"ncu saw {len(groups)} of {len(names)} cases")
+    return dict(zip(names, groups, strict=True))
+
+
+def collect(
+    names: list[str], metrics: list[str], cache_control: str = "none"
+) -> dict[str, list[dict]]:
+    """Runs this script's cases under ncu; `cache_control` is none, or all to flush."""
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise CounterError("ncu is not on the PATH")
+    command = [
+        ncu,
+        *("--csv", "--page", "raw", "--print-units", "base"),
+        *("--profile-from-start", "off", "--clock-control", "none"),
+        *("--cache-control", cache_control, "--metrics", ",".join(metrics)),
+        *(sys.executable, *sys.argv),
+    ]
+    environment = os.environ | {CHILD: json.dumps(names)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        tail = (done.stdout + done.stderr).strip().splitlines()[-5:]
+        raise CounterError(f"ncu ended with {done.returncode}: {' | '.join(tail)}")
+    log = os.environ.get("PANTILE_COUNTERS_LOG")
+    if log:
+        pathlib.Path(log).write_text(done.stdout)
+    return split(parse(done.stdout, metrics), names)
+
+
+def is_child() -> bool:
+    return CHILD in os.environ
+
+
+def run_cases(prepare: Callable[[str], Callable[[], object]]) -> None:
+    """In the process under ncu: `prepare(name)` gives the call to measure."""
+    import torch
+
+    cudart = torch.cuda.cudart()
+    for name in json.loads(os.environ[CHILD]):
+        call = prepare(name)
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize()
+        cudart.cudaProfilerStart()
+        torch.cuda._sleep(1000)
+        call()
+        torch.cuda.synchronize()
+        cudart.cudaProfilerStop()
+        del call
+        torch.cuda.empty_cache()

@@ -1,0 +1,123 @@
+"""Holds the IO model to the DRAM counters of the GPU: textbook and ours, forward, four sizes each.
+
+    python benchmarks/io_check.py --out benchmarks/results/h200_io.jsonl
+
+Needs ncu with the right to read counters. The exit status is 1 when a row differs from the model by
+more than 15 %. Operands are large against the L2, so that what it still holds at the end of a call
+does not matter."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+
+import counters
+import pantile
+import torch
+from pantile import io_model
+from pantile.bench import measure, sweep
+
+LIMIT = 0.15
+HEAD_DIM = 128
+READ, WRITTEN, TIME = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
+# name -> (implementation, length, heads)
+CASES = {
+    **{f"textbook {n}": ("textbook", n, 2**30 // n**2) for n in (2048, 4096, 8192, 16384)},
+    **{f"pantile {n}": ("pantile", n, 2**19 // n) for n in (2048, 8192, 32768, 131072)},
+}
+
+
+def tensors(length: int, heads: int) -> list[torch.Tensor]:
+    shape = (1, length, heads, HEAD_DIM)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+
+
+def prepare(name: str):
+    kind, length, heads = CASES[name]
+    q, k, v = tensors(length, heads)
+    if kind == "pantile":
+        return lambda: pantile.attention(q, k, v)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+
+    def textbook():
+        return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+    return textbook
+
+
+def predicted(name: str, gpu: io_model.Gpu) -> io_model.Traffic:
+    kind, length, heads = CASES[name]
+    shape = io_model.Shape(length, length, HEAD_DIM, heads)
+    if kind == "textbook":
+        return io_model.textbook_forward(shape)
+    q = torch.empty(1, length, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    tile_q = pantile.explain(q, q, q).forward.tile_q
+    return io_model.pantile_forward(shape, tile_q, gpu)
+
+
+def rows_of(found: dict[str, list[dict]], gpu: io_model.Gpu) -> list[dict]:
+    rows = []
+    for name, launches in found.items():
+        model = predicted(name, gpu)
+        read = sum(x[READ] for x in launches)
+        written = sum(x[WRITTEN] for x in launches)
+        kind, length, heads = CASES[name]
+        rows.append(
+            {
+                "kind": "io",
+                "implementation": kind,
+                "length": length,
+                "heads": heads,
+                "head_dim": HEAD_DIM,
+                "kernels": len(launches),
+                "read_bytes": read,
+                "written_bytes": written,
+                "model_read_bytes": model.read_bytes,
+                "model_written_bytes": model.written_bytes,
+                "ratio": round((read + written) / model.bytes, 4),
+                "ms": round(sum(x[TIME] for x in launches) / 1e6, 4),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results/io.jsonl")
+    )
+    arguments = parser.parse_args()
+    if counters.is_child():
+        counters.run_cases(prepare)
+        return
+    if not torch.cuda.is_available():
+        sys.exit("this check reads the DRAM counters of a CUDA GPU, and there is none")
+    name = torch.cuda.get_device_name()
+    gpu = next((g for key, g in io_model.GPUS.items() if key in name), None)
+    if gpu is None:
+        sys.exit(f"{name} is not in the table of pantile.io_model.GPUS")
+    try:
+        found = counters.collect(list(CASES), [READ, WRITTEN, TIME])
+    except counters.CounterError as error:
+        sys.exit(str(error))
+    rows = rows_of(found, gpu)
+    print(f"{name}: GB read and written, measured (model), and measured / model of the sum")
+    for row in rows:
+        print(
+            f"{row['implementation']:<9} N {row['length']:>6} heads {row['heads']:>4}  "
+            f"read {row['read_bytes'] / 1e9:7.3f} ({row['model_read_bytes'] / 1e9:7.3f})  "
+            f"written {row['written_bytes'] / 1e9:7.3f} ({row['model_written_bytes'] / 1e9:7.3f})"
+            f"  {row['ratio']:.3f}  {row['ms']:.3f} ms"
+        )
+    state = measure.gpu_state()
+    header = {"kind": "run", "commit": measure.commit(), "gpu": name, "state_before": state}
+    sweep.write(arguments.out, [header, *rows])
+    print(f"wrote {arguments.out}")
+    outside = [r for r in rows if abs(r["ratio"] - 1) > LIMIT]
+    if outside:
+        sys.exit(f"{len(outside)} of {len(rows)} rows differ by more than {LIMIT:.0%}")
+
+
+if __name__ == "__main__":
+    main()

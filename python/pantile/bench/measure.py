@@ -1,0 +1,208 @@
+"""Timing. Contenders are interleaved in one process so that the drift of a power-limited GPU
+cancels: the order rotates every round, and only ratios within one run mean anything."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+FLUSH_BYTES = 256 * 2**20  # several times the L2 of any current GPU
+MONITORED = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")  # MHz, MHz, W, Celsius
+
+
+def drained() -> None:
+    """What waiting means for work that is done when its call returns."""
+
+
+@dataclass
+class Contender:
+    """`call(n)` enqueues n calls. `wall` is for work that CUDA events of torch's current stream
+    cannot see (the CPU, another library's stream): it is timed by the clock, with `wait` to drain
+    it."""
+
+    name: str
+    call: Callable[[int], object]
+    wall: bool = False
+    wait: Callable[[], object] = torch.cuda.synchronize
+    milliseconds: list[float] = field(default_factory=list)  # of one call, one figure a round
+
+    def median(self) -> float:
+        return statistics.median(self.milliseconds)
+
+    def percentile(self, p: float) -> float:
+        ordered = sorted(self.milliseconds)
+        return ordered[min(len(ordered) - 1, round(p * (len(ordered) - 1)))]
+
+
+def repeat(call: Callable[[], object]) -> Callable[[int], None]:
+    def loop(n: int) -> None:
+        for _ in range(n):
+            call()
+
+    return loop
+
+
+def on_cpu(name: str, call: Callable[[], object]) -> Contender:
+    return Contender(name, repeat(call), wall=True, wait=drained)
+
+
+def _back_to_back(contender: Contender, calls: int) -> float:
+    contender.call(1)
+    if contender.wall:
+        contender.wait()
+        started = time.perf_counter()
+        contender.call(calls)
+        contender.wait()
+        return (time.perf_counter() - started) * 1e3 / calls
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    contender.call(calls)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def _flushed(contender: Contender, calls: int, flush: torch.Tensor) -> float:
+    if contender.wall:
+        times = []
+        for _ in range(calls):
+            flush.zero_()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            contender.call(1)
+            contender.wait()
+            times.append((time.perf_counter() - started) * 1e3)
+        return statistics.median(times)
+    events = []
+    for _ in range(calls):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        contender.call(1)
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in events)
+
+
+def _warm(contender: Contender) -> float:
+    """First-call work (module load, handles, attributes) off the clock; a call's milliseconds."""
+    contender.call(2)
+    contender.wait()
+    return max(_back_to_back(contender, 3), 1e-3)
+
+
+def interleave(
+    contenders: list[Contender], *, rounds: int = 5, round_ms: float = 12.0, flushed: bool = False
+) -> None:
+    """Fills `milliseconds` of every contender with one figure per round. A round of one contender
+    lasts about `round_ms`. Results of earlier calls are dropped."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if flushed else None
+    calls = {}
+    for contender in contenders:
+        contender.milliseconds = []
+        once = _warm(contender)
+        fewest = 1 if once > round_ms else 3
+        calls[contender.name] = max(fewest, min(200, int(round_ms / once)))
+    for i in range(rounds):
+        shift = i % len(contenders)
+        for contender in contenders[shift:] + contenders[:shift]:
+            if flush is not None:
+                value = _flushed(contender, min(10, calls[contender.name]), flush)
+            else:
+                value = _back_to_back(contender, calls[contender.name])
+            contender.milliseconds.append(value)
+
+
+def _query(*options: str) -> list[str]:
+    return ["nvidia-smi", *options, "--format=csv,noheader,nounits"]
+
+
+def gpu_state() -> dict:
+    """Name, driver, clocks, power and temperature as the driver reports them now; empty when it
+    does not."""
+    fields = ("name", "driver_version", *MONITORED)
+    try:
+        text = subprocess.run(
+            _query(f"--query-gpu={','.join(fields)}"),
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(fields, (x.strip() for x in text.splitlines()[0].split(",")), strict=True))
+
+
+def summarise_samples(lines: list[str]) -> dict:
+    """{field: {"median", "lowest", "highest"}} of the monitor's lines; fields that are no numbers
+    (the driver answers "[N/A]" then) are left out."""
+    rows = [line.split(",") for line in lines]
+    rows = [row for row in rows if len(row) == len(MONITORED)]
+    found = {}
+    for i, name in enumerate(MONITORED):
+        values = []
+        for text in (row[i] for row in rows):
+            try:
+                values.append(float(text))
+            except ValueError:
+                continue
+        if values:
+            found[name] = {
+                "median": statistics.median(values),
+                "lowest": min(values),
+                "highest": max(values),
+            }
+    return found
+
+
+class Monitor:
+    """Samples clocks, power and temperature of the first GPU while the block runs, five times a
+    second, in a process of its own. `summary` is empty where there is no driver."""
+
+    def __enter__(self) -> Monitor:
+        self.summary: dict = {}
+        try:
+            self._process = subprocess.Popen(
+                _query("-i", "0", f"--query-gpu={','.join(MONITORED)}", "-lms", "200"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        except OSError:
+            self._process = None
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        text, _ = self._process.communicate()
+        self.summary = summarise_samples(text.splitlines())
+
+
+def commit() -> str:
+    """Commit of the project's working tree that the program runs in, with '+' when it has changes.
+    Elsewhere PANTILE_COMMIT says it, or it is 'unknown'."""
+    if "PANTILE_COMMIT" in os.environ:
+        return os.environ["PANTILE_COMMIT"]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout
+
+    try:
+        root = pathlib.Path(git("rev-parse", "--show-toplevel").strip())
+        if not (root / "cuda/kernels.def").exists():
+            return "unknown"
+        changed = "+" if git("diff", "HEAD", "--stat") else ""
+        return git("rev-parse", "--short", "HEAD").strip() + changed
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

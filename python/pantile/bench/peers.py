@@ -1,0 +1,338 @@
+"""Other implementations, each as a function that gives a Contender or the reason why there is none.
+
+torch's backends are always tried. FlashAttention-3 is looked for in the shared library that the
+environment variable FA3_SO names (its torch operator, forward) and DEW3_SO (its JAX custom call,
+backward); cuDNN's FP8 attention needs the package nvidia-cudnn-frontend."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pantile.bench.cases import Case
+from pantile.bench.measure import Contender, on_cpu, repeat
+
+FP8 = torch.float8_e4m3fn
+MOST_SCORE_BYTES = 8 * 2**30  # of the score matrix, for peers that store it
+
+
+@dataclass
+class Problem:
+    """A case with its tensors, [batch, seq, heads, dim] or packed [total, heads, dim]."""
+
+    case: Case
+    what: str  # forward or backward
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grad_o: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    def leaves(self, transposed: bool = False) -> list[torch.Tensor]:
+        """Fresh leaves of autograd; as [batch, heads, seq, dim] views when `transposed`."""
+        tensors = [x.detach() for x in (self.q, self.k, self.v)]
+        if transposed:
+            tensors = [x.transpose(1, 2) for x in tensors]
+        return [x.requires_grad_(self.what == "backward") for x in tensors]
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def contender(name: str, problem: Problem, call: Callable[[], object]) -> Contender:
+    if problem.q.device.type == "cpu":
+        return on_cpu(name, call)
+    return Contender(name, repeat(call))
+
+
+def differentiable(name: str, problem: Problem, forward, leaves, grad_o) -> Contender:
+    """Times `forward()` without a graph, or its backward with one that is kept."""
+    if problem.what == "forward":
+
+        def inference():
+            with torch.no_grad():
+                forward()
+
+        inference()
+        return contender(name, problem, inference)
+    o = forward()
+
+    def backward():
+        torch.autograd.grad(o, leaves, grad_o, retain_graph=True)
+
+    backward()
+    return contender(name, problem, backward)
+
+
+# ---- torch
+
+
+def _sdpa_lacks(problem: Problem) -> str | None:
+    if problem.case.lengths is not None:
+        return "packed sequences are not offered by scaled_dot_product_attention"
+    if problem.case.window_left is not None:
+        return "windows are not offered by scaled_dot_product_attention"
+    if problem.dtype == FP8:
+        return "FP8 is not offered by scaled_dot_product_attention"
+    return None
+
+
+def _score_bytes(problem: Problem) -> float:
+    case = problem.case
+    return float(case.batch) * case.heads_q * case.seqlen**2 * problem.q.element_size()
+
+
+def torch_sdpa(name: str, backend: SDPBackend | None, problem: Problem) -> Contender | str:
+    """scaled_dot_product_attention, held to one backend; None leaves torch its choice."""
+    if (reason := _sdpa_lacks(problem)) is not None:
+        return reason
+    if backend == SDPBackend.MATH and _score_bytes(problem) > MOST_SCORE_BYTES:
+        return f"its score matrix would take {_score_bytes(problem) / 2**30:.0f} GiB"
+    case, leaves = problem.case, problem.leaves(transposed=True)
+    options = {"is_causal": case.causal, "enable_gqa": case.heads_q != case.heads_k}
+    allowed = backend or [
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+
+    def forward():
+        with sdpa_kernel(allowed):
+            return F.scaled_dot_product_attention(*leaves, **options)
+
+    try:
+        return differentiable(name, problem, forward, leaves, problem.grad_o.transpose(1, 2))
+    except RuntimeError as error:
+        return first_line(error)
+
+
+@functools.cache
+def _compiled_flex():
+    from torch.nn.attention import flex_attention
+
+    return torch.compile(flex_attention.flex_attention, dynamic=False), flex_attention
+
+
+def flex(name: str, problem: Problem) -> Contender | str:
+    case = problem.case
+    if case.lengths is not None:
+        return "packed sequences are not measured with FlexAttention"
+    if problem.dtype == FP8:
+        return "FlexAttention has no FP8"
+    if problem.q.device.type == "cpu":
+        return "FlexAttention is measured on GPUs only"
+    leaves = problem.leaves(transposed=True)
+    left = case.window_left
+
+    def shows(_batch, _head, row, key):
+        seen = key <= row
+        return seen if left is None else seen & (key >= row - left)
+
+    try:
+        attend, module = _compiled_flex()
+        torch._dynamo.reset()  # one graph a case, or the limit of recompilations ends in eager mode
+        mask = None
+        if case.causal or left is not None:
+            mask = module.create_block_mask(
+                shows, None, None, case.seqlen, case.seqlen, device=problem.q.device
+            )
+        grouped = case.heads_q != case.heads_k
+
+        def forward():
+            return attend(*leaves, block_mask=mask, enable_gqa=grouped)
+
+        return differentiable(name, problem, forward, leaves, problem.grad_o.transpose(1, 2))
+    except Exception as error:  # the compiler raises types of its own
+        return first_line(error)
+
+
+# ---- FlashAttention-3
+
+
+@functools.cache
+def fa3_operators():
+    torch.ops.load_library(os.environ["FA3_SO"])
+    return torch.ops.flash_attn_3
+
+
+def _fa3_keywords(problem: Problem) -> dict:
+    case = problem.case
+    keywords = {"softmax_scale": case.head_dim**-0.5, "is_causal": case.causal}
+    if case.window_left is not None:
+        keywords |= {
+            "window_size_left": case.window_left,
+            "window_size_right": 0,
+            "is_causal": False,
+        }
+    if problem.cu_seqlens is not None:
+        keywords |= {
+            "cu_seqlens_q": problem.cu_seqlens,
+            "cu_seqlens_k": problem.cu_seqlens,
+            "max_seqlen_q": case.seqlen,
+            "max_seqlen_k": case.seqlen,
+        }
+    if problem.dtype == FP8:
+        scales = torch.ones(case.batch, case.heads_k, device=problem.q.device)
+        keywords |= {"q_descale": scales, "k_descale": scales, "v_descale": scales}
+    return keywords
+
+
+def fa3_forward(name: str, problem: Problem) -> Contender | str:
+    if "FA3_SO" not in os.environ:
+        return "FA3_SO is not set"
+    q, k, v = problem.q, problem.k, problem.v
+    keywords = _fa3_keywords(problem)
+    try:
+        forward = fa3_operators().fwd
+        forward(q, k, v, **keywords)
+    except (RuntimeError, OSError) as error:
+        return first_line(error)
+    return Contender(name, repeat(lambda: forward(q, k, v, **keywords)))
+
+
+@functools.cache
+def _fa3_jax():
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    library = ctypes.cdll.LoadLibrary(os.environ["DEW3_SO"])
+    for name in ("dew_flash3_mha_fwd", "dew_flash3_mha_bwd"):
+        jax.ffi.register_ffi_target(
+            name, jax.ffi.pycapsule(getattr(library, name)), platform="CUDA"
+        )
+    return jax
+
+
+def fa3_backward(name: str, problem: Problem) -> Contender | str:
+    """Runs on tensors of its own (random, same law), on JAX's stream."""
+    case = problem.case
+    if "DEW3_SO" not in os.environ:
+        return "DEW3_SO is not set"
+    if case.lengths is not None:
+        return "the JAX build has no packed sequences"
+    if problem.dtype == FP8:
+        return "FlashAttention-3 has no FP8 backward"
+    try:
+        jax = _fa3_jax()
+    except (ImportError, OSError) as error:
+        return first_line(error)
+    import numpy as np
+
+    jnp = jax.numpy
+    element = {torch.bfloat16: jnp.bfloat16, torch.float16: jnp.float16}[problem.dtype]
+    shape_q = (case.batch, case.seqlen, case.heads_q, case.head_dim)
+    shape_k = (case.batch, case.seqlen, case.heads_k, case.head_dim)
+    left = -1 if case.window_left is None else case.window_left
+    attributes = {
+        "softmax_scale": np.float64(case.head_dim**-0.5),
+        "is_causal": case.causal and case.window_left is None,
+        "window_size_left": np.int64(left),
+        "window_size_right": np.int64(-1 if case.window_left is None else 0),
+    }
+    like = jax.ShapeDtypeStruct
+    lse_shape = (case.batch, case.heads_q, case.seqlen)
+    scratch = like(
+        (case.heads_q * (case.batch * case.seqlen + 128 * (case.batch + 1)),), jnp.float32
+    )
+
+    @jax.jit
+    def forward(q, k, v):
+        results = (
+            like(shape_q, q.dtype),
+            like(lse_shape, jnp.float32),
+            like((1, 1, 1, 1), jnp.float32),
+            like((1, 1, 1), jnp.float32),
+        )
+        return jax.ffi.ffi_call("dew_flash3_mha_fwd", results)(q, k, v, **attributes)[:2]
+
+    @jax.jit
+    def backward(g, q, k, v, o, lse):
+        results = (
+            like(shape_q, q.dtype),
+            like(shape_k, q.dtype),
+            like(shape_k, q.dtype),
+            scratch,
+            scratch,
+        )
+        call = jax.ffi.ffi_call("dew_flash3_mha_bwd", results)
+        return call(g, q, k, v, o, lse, **attributes)[:3]
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (shape_q, shape_k, shape_k, shape_q)
+    q, k, v, g = (
+        jax.random.normal(key, shape, element) for key, shape in zip(keys, shapes, strict=True)
+    )
+    last = []
+    try:
+        o, lse = forward(q, k, v)
+        last[:] = backward(g, q, k, v, o, lse)
+        jax.block_until_ready(last)
+    except Exception as error:  # jaxlib raises its own, unexported types
+        return first_line(error)
+
+    def loop(n: int):
+        for _ in range(n):
+            last[:] = backward(g, q, k, v, o, lse)
+
+    return Contender(name, loop, wall=True, wait=lambda: jax.block_until_ready(last))
+
+
+def fa3(name: str, problem: Problem) -> Contender | str:
+    return (fa3_forward if problem.what == "forward" else fa3_backward)(name, problem)
+
+
+def cudnn_fp8(name: str, problem: Problem) -> Contender | str:
+    from pantile.bench import cudnn_fp8 as module
+
+    return module.contender(name, problem)
+
+
+# ---- the list
+
+Peer = Callable[[str, Problem], "Contender | str"]
+
+
+def _sdpa(backend: SDPBackend | None) -> Peer:
+    return lambda name, problem: torch_sdpa(name, backend, problem)
+
+
+GPU_PEERS: dict[str, Peer] = {
+    "FA3": fa3,
+    "cuDNN (torch)": _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "FA2 (torch)": _sdpa(SDPBackend.FLASH_ATTENTION),
+    "memory-efficient (torch)": _sdpa(SDPBackend.EFFICIENT_ATTENTION),
+    "math (torch)": _sdpa(SDPBackend.MATH),
+    "FlexAttention (torch)": flex,
+    "cuDNN FP8": cudnn_fp8,
+}
+CPU_PEERS: dict[str, Peer] = {
+    "torch": _sdpa(None),
+    "math (torch)": _sdpa(SDPBackend.MATH),
+}
+
+
+def of_device(device: str) -> dict[str, Peer]:
+    return GPU_PEERS if device == "cuda" else CPU_PEERS
+
+
+def chosen(text: str, device: str) -> list[str]:
+    """Peers named in a comma-separated list; `all` is every one; none for an empty list."""
+    known = of_device(device)
+    names = list(known) if text == "all" else [name for name in text.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"peer {name!r} is not known; there are: {', '.join(known)}")
+    return names
