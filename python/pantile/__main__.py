@@ -1,4 +1,4 @@
-"""``python -m pantile info | kernels | check``: what there is, and whether it is right."""
+"""``python -m pantile info | kernels | check | bench``: what there is, is it right, is it fast."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import pantile
 from pantile import _info
 from pantile._report import print_table
+from pantile.bench import command
 
 
 def _load_torch() -> str:
@@ -107,6 +108,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="only this backend; may be repeated",
     )
     checker.set_defaults(run=check)
+    measure = commands.add_parser("bench", help="speed on this machine against torch")
+    command.add_arguments(measure)
+    measure.set_defaults(run=command.bench)
     chosen = parser.parse_args(arguments)
     return chosen.run(chosen)
 

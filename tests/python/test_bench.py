@@ -1,0 +1,166 @@
+"""The measuring core and ``python -m pantile bench``, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from pantile import __main__ as command_line
+from pantile.bench import cases, command, measure, peers, sweep
+
+SMALL = ["--device", "cpu", "--head-dims", "16", "--lengths", "32", "--heads", "2", "--rounds", "2"]
+
+
+def bench(*words: str) -> int:
+    return command_line.main(["bench", *words])
+
+
+# ---- the command
+
+
+def test_prints_a_table_and_writes_the_results(capsys, tmp_path):
+    path = tmp_path / "new" / "bench.jsonl"
+    assert bench(*SMALL, "--peers", "all", "--out", str(path)) == 0
+    output = capsys.readouterr().out
+    assert "pantile ms" in output
+    assert "math (torch)" in output
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["run"] + ["timing"] * 4 + ["summary"] * 2
+    assert lines[0]["cpu"]
+    for line in lines[1:5]:
+        results = line["results"]["back_to_back"]
+        assert set(results) == {"pantile", *peers.CPU_PEERS}
+        for figures in results.values():
+            assert 0 < figures["ms_p20"] <= figures["ms"] <= figures["ms_p80"]
+            assert figures["tflops"] > 0
+        value, best = sweep.ratio(results)
+        assert f"{value:.2f}x {best}" in output
+
+
+def test_says_when_there_is_no_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench("--device", "cuda") == command.NO_DEVICE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--device cuda" in captured.err
+    assert "no CUDA device" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--head-dims", "64,x"], "--head-dims is '64,x'; it must be positive integers"),
+        (["--lengths", "0"], "--lengths is '0'; it must be positive integers"),
+        (["--masks", "casual"], "--masks is 'casual'; it must be of full, causal"),
+        (["--passes", "both"], "--passes is 'both'; it must be of forward, backward"),
+        (["--heads", "-1"], "--heads is -1; it must be a positive integer"),
+        (["--peers", "FA9"], "peer 'FA9' is not known; there are: torch, math (torch)"),
+    ],
+)
+def test_names_a_wrong_argument(words, message, capsys):
+    assert bench("--device", "cpu", *words) == command.NO_DEVICE
+    assert message in capsys.readouterr().err
+
+
+def test_fails_when_no_kernel_serves(capsys):
+    assert bench(*SMALL, "--backend", "hopper", "--passes", "forward") == 1
+    assert "absent in 2 of the rows: pantile: " in capsys.readouterr().out
+
+
+# ---- timing
+
+
+def test_interleaving_gives_each_contender_its_own_time():
+    slow = measure.on_cpu("slow", lambda: time.sleep(4e-3))
+    fast = measure.on_cpu("fast", lambda: time.sleep(1e-3))
+    measure.interleave([slow, fast], rounds=3, round_ms=4)
+    for contender, milliseconds in ((slow, 4), (fast, 1)):
+        assert len(contender.milliseconds) == 3
+        assert milliseconds <= contender.percentile(0.0) <= contender.median()
+    assert slow.percentile(0.0) > fast.percentile(0.0)
+
+
+def test_the_order_rotates():
+    order: list[str] = []
+    contenders = [
+        measure.Contender(name, lambda n, name=name: order.append(name), True, measure.drained)
+        for name in "abc"
+    ]
+    measure.interleave(contenders, rounds=3, round_ms=1e-6)
+    timed = order[-18:]  # two entries a round and contender: one to start, one that is timed
+    assert "".join(timed[::2]) == "abcbcacab"
+
+
+def test_percentiles_of_few_figures():
+    contender = measure.Contender("x", lambda n: None, milliseconds=[5.0, 1.0, 3.0, 2.0, 4.0])
+    assert contender.median() == 3.0
+    assert [contender.percentile(p) for p in (0, 0.2, 0.8, 1)] == [1.0, 2.0, 4.0, 5.0]
+
+
+def test_monitor_summary_skips_what_is_no_number():
+    lines = ["1980, 2619, 650.5, 61", "1650, 2619, [N/A], 63", "1700, 2619, 600.5, 62", "19"]
+    found = measure.summarise_samples(lines)
+    assert found["clocks.sm"] == {"median": 1700, "lowest": 1650, "highest": 1980}
+    assert found["power.draw"] == {"median": 625.5, "lowest": 600.5, "highest": 650.5}
+    assert measure.summarise_samples([]) == {}
+
+
+# ---- cases and figures
+
+
+def test_pairs_of_a_window_are_counted_exactly():
+    case = cases.Case("w", 2, 1, 1, 8, 50, True, window_left=6)
+    shown = sum(min(i, 6) + 1 for i in range(50))
+    assert case.pairs() == 2 * shown
+
+
+def test_catalogue_names_are_unique_and_read():
+    chosen = [*cases.grid(), *cases.special(), cases.varlen()]
+    assert len({case.name for case in chosen}) == len(chosen)
+    packed = cases.varlen()
+    assert sum(packed.lengths) == cases.CATALOGUE["varlen"]["total"]
+    assert max(packed.lengths) == packed.seqlen
+    assert packed == cases.varlen()
+
+
+def timing(case: str, ours: float, **others: float) -> dict:
+    results = {name: {"ms": ms} for name, ms in {"pantile": ours, **others}.items()}
+    return {"case": case, "pass": "forward", "results": {"back_to_back": results}}
+
+
+def test_ratio_is_to_the_fastest_peer():
+    results = timing("x", 2.0, a=3.0, b=5.0)["results"]["back_to_back"]
+    assert sweep.ratio(results) == (1.5, "a")
+    assert sweep.ratio({"pantile": {"ms": 1.0}})[1] == "-"
+
+
+def test_summary():
+    rows = [timing("x", 2.0, a=4.0), timing("y", 2.0, a=1.0), timing("z", 2.0)]
+    (line,) = sweep.summarise(rows)
+    assert line["cells"] == 2
+    assert line["geometric_mean"] == 1.0
+    assert (line["worst"], line["worst_case"], line["below_one"]) == (0.5, "y", 1)
+
+
+def test_every_absent_peer_has_a_reason(monkeypatch):
+    for name in ("FA3_SO", "DEW3_SO"):
+        monkeypatch.delenv(name, raising=False)
+    setup = sweep.Setup("cpu", "cpu", "float32", ())
+    for what in ("forward", "backward"):
+        problem = sweep.make_problem(cases.Case("x", 1, 2, 2, 16, 8, True, 3), what, setup)
+        for name in ("FA3", "FA2 (torch)", "FlexAttention (torch)", "cuDNN FP8"):
+            reason = peers.GPU_PEERS[name](name, problem)
+            assert isinstance(reason, str)
+            assert reason
+    packed = sweep.make_problem(cases.varlen(), "forward", setup)
+    for name, peer in peers.CPU_PEERS.items():
+        assert "packed" in peer(name, packed)
+
+
+def test_a_score_matrix_that_would_not_fit_is_not_tried(monkeypatch):
+    monkeypatch.setattr(peers, "MOST_SCORE_BYTES", 100)
+    setup = sweep.Setup("cpu", "cpu", "float32", ())
+    problem = sweep.make_problem(cases.Case("x", 1, 2, 2, 16, 8, False), "forward", setup)
+    assert "score matrix" in peers.CPU_PEERS["math (torch)"]("math (torch)", problem)
