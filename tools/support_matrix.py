@@ -35,10 +35,13 @@ def read_rows() -> list[Row]:
     table = (ROOT / "cpp/host/kernel_table.cc").read_text()
     problem = (ROOT / "cpp/include/pantile/problem.h").read_text()
     largest = re.search(r"kMaxHeadDim = (\d+)", problem)
+    scaling = (ROOT / "cpp/core/scaling.h").read_text()
+    largest_fp8 = re.search(r"kMaxFp8Dim = (\d+)", scaling)
     for backend, way, dtype in re.findall(
-        r'(cpu|reference)_(forward|backward)\("\w+", DType::(\w+)\)', table
+        r'(cpu|reference)_(forward|backward|quantize)\("\w+", DType::(\w+)\)', table
     ):
-        rows.append((backend, way, dtype, f"1 to {largest[1]}", "any"))
+        most = largest_fp8 if way == "quantize" or dtype == "e4m3" else largest
+        rows.append((backend, way, dtype, f"1 to {most[1]}", "any"))
     return rows
 
 
@@ -56,7 +59,7 @@ def make_table() -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for backend, title in BACKENDS.items():
-        for way in ("forward", "backward"):
+        for way in ("forward", "backward", "quantize"):
             by_masks: dict[frozenset[str], list[Row]] = {}
             kernels = {(r[2], r[3]) for r in rows if r[:2] == (backend, way)}
             for dtype, dims in sorted(kernels):

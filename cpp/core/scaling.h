@@ -16,6 +16,7 @@
 namespace pantile::core {
 
 inline constexpr float kE4m3Max = 448.0f;
+inline constexpr float kLargestPower = 1.70141183e38f;  // 2^127
 inline constexpr float kLargestFloat = 3.402823466e38f;
 inline constexpr float kSmallestScale = 8.67361738e-19f;  // 2^-60: products and ratios stay normal
 
@@ -88,12 +89,24 @@ PANTILE_HD constexpr std::int64_t packed_blocks(std::int64_t total_rows, int bat
 
 // ---- scales -------------------------------------------------------------------------------------
 
+// False for NaN and Inf, which no amax, mean or finite code may take in.
+PANTILE_HD constexpr bool is_finite(float x) {
+  return x >= -kLargestFloat && x <= kLargestFloat;
+}
+
 // The largest finite |x| so far. Infinity and NaN do not count: they make their own element NaN
 // (see quantize) and must not cost the rest of the block its precision.
 PANTILE_HD constexpr float raise_amax(float amax, float x) {
   const float magnitude = x < 0.0f ? -x : x;
   return magnitude > amax && magnitude <= kLargestFloat ? magnitude : amax;
 }
+
+// The largest code of Q and K: sums of head_dim products must stay below 65504, for fp16
+// accumulators. V and P use all of e4m3.
+PANTILE_HD constexpr float score_code_limit(int head_dim) {
+  return head_dim <= 128 ? 16.0f : 15.0f;
+}
+inline constexpr int kMaxFp8Dim = 256;
 
 struct BlockScale {
   float scale, inverse;  // powers of two, both finite, normal and positive; scale * inverse = 1
@@ -123,10 +136,15 @@ PANTILE_HD constexpr BlockScale block_scale(float amax, float limit) {
 
 // Infinity and NaN become NaN, so that attention over them is NaN and not a wrong finite number.
 PANTILE_HD constexpr std::uint8_t quantize(float x, const BlockScale& block, float limit) {
-  if (!(x >= -kLargestFloat && x <= kLargestFloat)) {
+  if (!is_finite(x)) {
     return 0x7f;
   }
   return encode_e4m3(clamp(x * block.inverse, -limit, limit));
+}
+
+// What is stored for a block of queries: `factor` is their Hadamard group (hadamard.h), or 1.
+PANTILE_HD constexpr float stored_scale(const BlockScale& block, float factor) {
+  return block.scale < kLargestPower / factor ? block.scale * factor : kLargestPower;
 }
 
 // Factor that brings an accumulator from units of `from` to units of `to`. Finite even when the

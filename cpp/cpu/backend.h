@@ -2,6 +2,7 @@
 #pragma once
 
 #include "pantile/attention.h"
+#include "pantile/quantize.h"
 
 namespace pantile::cpu {
 
@@ -27,5 +28,12 @@ Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tenso
                           void* stream);
 void configure_reference_forward(ForwardPlan* plan);
 void configure_reference_backward(BackwardPlan* plan);
+
+// The FP8 quantiser: the same bits as the GPU's.
+Status accept_quantize(const KernelInfo& row, const QuantizeProblem& problem,
+                       const DeviceProps& device);
+void configure_quantize(QuantizePlan* plan);
+Status run_quantize(const QuantizePlan& plan, const QuantizeTensors& tensors, void* workspace,
+                    void* stream);
 
 }  // namespace pantile::cpu

@@ -9,6 +9,7 @@
 #include "host/kernel_table.h"
 #include "host/shape.h"
 #include "host/validate.h"
+#include "pantile/quantize.h"
 
 namespace pantile {
 namespace {
@@ -25,6 +26,19 @@ const ForwardProblem& forward_part(const ForwardProblem& problem) {
 }
 const ForwardProblem& forward_part(const BackwardProblem& problem) {
   return problem.forward;
+}
+const ForwardProblem& forward_part(const QuantizeProblem& problem) {
+  return problem.forward;
+}
+
+DType dtype_of(const ForwardProblem& problem) {
+  return problem.dtype;
+}
+DType dtype_of(const BackwardProblem& problem) {
+  return problem.forward.dtype;
+}
+DType dtype_of(const QuantizeProblem& problem) {
+  return problem.dtype;
 }
 
 template <class Problem>
@@ -58,8 +72,8 @@ Status consider(const Row& row, const Problem& problem, const DeviceProps& devic
 }
 
 // How much a row has in common with a problem: the best of a family explains its refusal.
-int likeness(const KernelInfo& row, const ForwardProblem& problem) {
-  const bool dtype = row.dtype == problem.dtype;
+int likeness(const KernelInfo& row, const ForwardProblem& problem, DType input) {
+  const bool dtype = row.dtype == input;
   const bool dims = row.head_dim >= problem.head_dim && row.head_dim_v >= problem.head_dim_v;
   const bool mask = row.mask == MaskKind::any || row.mask == host::mask_kind(problem);
   return 4 * dtype + 2 * dims + mask;
@@ -67,12 +81,14 @@ int likeness(const KernelInfo& row, const ForwardProblem& problem) {
 
 // Of a family's rows, the one most like the problem; null when the family has none for this pass.
 template <class Row>
-const Row* closest_row(RowList<Row> list, Backend family, const ForwardProblem& problem) {
+const Row* closest_row(RowList<Row> list, Backend family, const ForwardProblem& problem,
+                       DType input) {
   const Row* closest = nullptr;
   for (int i = 0; i < list.count; ++i) {
     const Row& row = list.rows[i];
     if (row.info.backend == family &&
-        (closest == nullptr || likeness(row.info, problem) > likeness(closest->info, problem))) {
+        (closest == nullptr ||
+         likeness(row.info, problem, input) > likeness(closest->info, problem, input))) {
       closest = &row;
     }
   }
@@ -90,7 +106,7 @@ Status refusal(RowList<Row> list, const Problem& problem, const DeviceProps& dev
   for (const Backend family : kFamilies) {
     const bool asked = options.backend == Backend::automatic ? family != Backend::reference
                                                              : family == options.backend;
-    const Row* row = closest_row(list, family, forward_part(problem));
+    const Row* row = closest_row(list, family, forward_part(problem), dtype_of(problem));
     const int room = Status::kMessageCapacity - length;
     if (!asked || row == nullptr || room <= 1) {
       continue;
@@ -189,6 +205,11 @@ Status plan_backward(const BackwardProblem& problem, const DeviceProps& device,
   return make_plan(host::backward_rows(), problem, device, options, plan);
 }
 
+Status plan_quantize(const QuantizeProblem& problem, const DeviceProps& device,
+                     const PlanOptions& options, QuantizePlan* plan) {
+  return make_plan(host::quantize_rows(), problem, device, options, plan);
+}
+
 Status run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
                    void* stream) {
   return launch(host::forward_rows(), plan, tensors, workspace, stream);
@@ -199,6 +220,11 @@ Status run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, vo
   return launch(host::backward_rows(), plan, tensors, workspace, stream);
 }
 
+Status run_quantize(const QuantizePlan& plan, const QuantizeTensors& tensors, void* workspace,
+                    void* stream) {
+  return launch(host::quantize_rows(), plan, tensors, workspace, stream);
+}
+
 int explain_forward(const ForwardProblem& problem, const DeviceProps& device,
                     const PlanOptions& options, Verdict* verdicts, int capacity) {
   return explain(host::forward_rows(), problem, device, options, verdicts, capacity);
@@ -207,6 +233,11 @@ int explain_forward(const ForwardProblem& problem, const DeviceProps& device,
 int explain_backward(const BackwardProblem& problem, const DeviceProps& device,
                      const PlanOptions& options, Verdict* verdicts, int capacity) {
   return explain(host::backward_rows(), problem, device, options, verdicts, capacity);
+}
+
+int explain_quantize(const QuantizeProblem& problem, const DeviceProps& device,
+                     const PlanOptions& options, Verdict* verdicts, int capacity) {
+  return explain(host::quantize_rows(), problem, device, options, verdicts, capacity);
 }
 
 }  // namespace pantile

@@ -2,6 +2,7 @@
 
 #include "ampere/plan.h"
 #include "build_info.h"
+#include "core/scaling.h"
 #include "cpu/backend.h"
 #include "hopper/plan.h"
 
@@ -12,6 +13,7 @@ namespace pantile {
 namespace kernels {
 #define PANTILE_TYPES_forward const ForwardPlan&, const ForwardTensors&
 #define PANTILE_TYPES_backward const BackwardPlan&, const BackwardTensors&
+#define PANTILE_TYPES_quantize const QuantizePlan&, const QuantizeTensors&
 #define PANTILE_KERNEL_ROW(name, backend, pass, dtype, head_dim, head_dim_v, mask) \
   Status name(PANTILE_TYPES_##pass, void* workspace, void* stream);
 #include "kernel_rows.inc"
@@ -59,12 +61,22 @@ constexpr BackwardRow reference_backward(const char* name, DType dtype) {
           cpu::configure_reference_backward, cpu::reference_backward};
 }
 
+constexpr QuantizeRow cpu_quantize(const char* name, DType dtype) {
+  return {{name, Backend::cpu, Pass::quantize, dtype, core::kMaxFp8Dim, core::kMaxFp8Dim,
+           MaskKind::any, true},
+          cpu::accept_quantize,
+          cpu::configure_quantize,
+          cpu::run_quantize};
+}
+
 constexpr ForwardRow kForwardRows[] = {
 #define PANTILE_PICK_forward PANTILE_ROW
 #define PANTILE_PICK_backward PANTILE_NO_ROW
+#define PANTILE_PICK_quantize PANTILE_NO_ROW
 #include "kernel_rows.inc"
 #undef PANTILE_PICK_forward
 #undef PANTILE_PICK_backward
+#undef PANTILE_PICK_quantize
     cpu_forward("cpu_forward_f32", DType::f32),
     cpu_forward("cpu_forward_f16", DType::f16),
     cpu_forward("cpu_forward_bf16", DType::bf16),
@@ -76,9 +88,11 @@ constexpr ForwardRow kForwardRows[] = {
 constexpr BackwardRow kBackwardRows[] = {
 #define PANTILE_PICK_forward PANTILE_NO_ROW
 #define PANTILE_PICK_backward PANTILE_ROW
+#define PANTILE_PICK_quantize PANTILE_NO_ROW
 #include "kernel_rows.inc"
 #undef PANTILE_PICK_forward
 #undef PANTILE_PICK_backward
+#undef PANTILE_PICK_quantize
     cpu_backward("cpu_backward_f32", DType::f32),
     cpu_backward("cpu_backward_f16", DType::f16),
     cpu_backward("cpu_backward_bf16", DType::bf16),
@@ -87,8 +101,23 @@ constexpr BackwardRow kBackwardRows[] = {
     reference_backward("reference_backward_bf16", DType::bf16),
 };
 
+constexpr QuantizeRow kQuantizeRows[] = {
+#define PANTILE_PICK_forward PANTILE_NO_ROW
+#define PANTILE_PICK_backward PANTILE_NO_ROW
+#define PANTILE_PICK_quantize PANTILE_ROW
+#include "kernel_rows.inc"
+#undef PANTILE_PICK_forward
+#undef PANTILE_PICK_backward
+#undef PANTILE_PICK_quantize
+    cpu_quantize("cpu_quantize_f32", DType::f32),
+    cpu_quantize("cpu_quantize_f16", DType::f16),
+    cpu_quantize("cpu_quantize_bf16", DType::bf16),
+    cpu_quantize("cpu_quantize_e4m3", DType::e4m3),
+};
+
 constexpr int kForwardCount = static_cast<int>(sizeof kForwardRows / sizeof kForwardRows[0]);
 constexpr int kBackwardCount = static_cast<int>(sizeof kBackwardRows / sizeof kBackwardRows[0]);
+constexpr int kQuantizeCount = static_cast<int>(sizeof kQuantizeRows / sizeof kQuantizeRows[0]);
 
 }  // namespace
 
@@ -98,16 +127,23 @@ RowList<ForwardRow> forward_rows() {
 RowList<BackwardRow> backward_rows() {
   return {kBackwardRows, kBackwardCount};
 }
+RowList<QuantizeRow> quantize_rows() {
+  return {kQuantizeRows, kQuantizeCount};
+}
 
 }  // namespace host
 
 int kernel_count() {
-  return host::kForwardCount + host::kBackwardCount;
+  return host::kForwardCount + host::kBackwardCount + host::kQuantizeCount;
 }
 
 const KernelInfo& kernel_info(int index) {
-  return index < host::kForwardCount ? host::kForwardRows[index].info
-                                     : host::kBackwardRows[index - host::kForwardCount].info;
+  if (index < host::kForwardCount) {
+    return host::kForwardRows[index].info;
+  }
+  index -= host::kForwardCount;
+  return index < host::kBackwardCount ? host::kBackwardRows[index].info
+                                      : host::kQuantizeRows[index - host::kBackwardCount].info;
 }
 
 const char* backend_name(Backend backend) {
@@ -122,7 +158,12 @@ const char* backend_name(Backend backend) {
 }
 
 const char* pass_name(Pass pass) {
-  return pass == Pass::forward ? "forward" : "backward";
+  switch (pass) {
+    case Pass::forward: return "forward";
+    case Pass::backward: return "backward";
+    case Pass::quantize: return "quantize";
+  }
+  return "?";
 }
 
 const char* mask_kind_name(MaskKind mask) {

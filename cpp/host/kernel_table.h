@@ -4,6 +4,7 @@
 #pragma once
 
 #include "pantile/attention.h"
+#include "pantile/quantize.h"
 
 namespace pantile::host {
 
@@ -20,6 +21,7 @@ struct KernelRow {
 
 using ForwardRow = KernelRow<ForwardProblem, ForwardPlan, ForwardTensors>;
 using BackwardRow = KernelRow<BackwardProblem, BackwardPlan, BackwardTensors>;
+using QuantizeRow = KernelRow<QuantizeProblem, QuantizePlan, QuantizeTensors>;
 
 template <class Row>
 struct RowList {
@@ -30,5 +32,6 @@ struct RowList {
 // GPU rows in the order of cuda/kernels.def, then CPU rows, then the reference.
 RowList<ForwardRow> forward_rows();
 RowList<BackwardRow> backward_rows();
+RowList<QuantizeRow> quantize_rows();
 
 }  // namespace pantile::host

@@ -40,6 +40,11 @@ ForwardProblem canonical(const ForwardProblem& problem) {
   result.k = canonical_layout(problem.k, key_shape(problem, problem.head_dim));
   result.v = canonical_layout(problem.v, key_shape(problem, problem.head_dim_v));
   result.o = canonical_layout(problem.o, query_shape(problem, problem.head_dim_v));
+  if (problem.dtype == DType::e4m3) {
+    result.q = result.k = result.v = Layout();
+  } else {
+    result.fp8 = Fp8Format();
+  }
   return result;
 }
 
@@ -54,11 +59,38 @@ BackwardProblem canonical(const BackwardProblem& problem) {
   return result;
 }
 
+ForwardProblem operands_only(const QuantizeProblem& problem) {
+  ForwardProblem result = problem.forward;
+  result.window_left = result.window_right = kUnbounded;
+  result.scale = 1.0f;
+  result.wants_lse = false;
+  const std::int64_t row = result.heads_q * result.head_dim_v;
+  result.o = Layout{result.seqlen_q * row, row, result.head_dim_v, 16};
+  result.fp8.output = DType::bf16;
+  result.fp8.exp = Fp8Exp::code;
+  return result;
+}
+
+QuantizeProblem canonical(const QuantizeProblem& problem) {
+  QuantizeProblem result = problem;
+  result.forward = canonical(operands_only(problem));
+  result.q = canonical_layout(problem.q, query_shape(problem.forward, problem.forward.head_dim));
+  result.k = canonical_layout(problem.k, key_shape(problem.forward, problem.forward.head_dim));
+  result.v = canonical_layout(problem.v, key_shape(problem.forward, problem.forward.head_dim_v));
+  return result;
+}
+
 bool writes_nothing(const ForwardProblem& problem) {
   return problem.batch == 0 || query_shape(problem, problem.head_dim_v).empty();
 }
 
 bool writes_nothing(const BackwardProblem& problem) {
+  return problem.forward.batch == 0 ||
+         (query_shape(problem.forward, problem.forward.head_dim).empty() &&
+          key_shape(problem.forward, problem.forward.head_dim).empty());
+}
+
+bool writes_nothing(const QuantizeProblem& problem) {
   return problem.forward.batch == 0 ||
          (query_shape(problem.forward, problem.forward.head_dim).empty() &&
           key_shape(problem.forward, problem.forward.head_dim).empty());

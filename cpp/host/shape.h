@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "pantile/problem.h"
+#include "pantile/quantize.h"
 #include "pantile/registry.h"
 
 namespace pantile::host {
@@ -34,10 +35,15 @@ inline TensorShape key_shape(const ForwardProblem& p, std::int64_t dim) {
 // those of a contiguous tensor, totals of dense tensors are filled in. `problem` is valid.
 ForwardProblem canonical(const ForwardProblem& problem);
 BackwardProblem canonical(const BackwardProblem& problem);
+QuantizeProblem canonical(const QuantizeProblem& problem);
 
 // Whether a run has nothing to write.
 bool writes_nothing(const ForwardProblem& problem);
 bool writes_nothing(const BackwardProblem& problem);
+bool writes_nothing(const QuantizeProblem& problem);
+
+// The problem's attention with what quantising does not read written one way.
+ForwardProblem operands_only(const QuantizeProblem& problem);
 
 // The mask of a canonical problem: full, causal or window.
 MaskKind mask_kind(const ForwardProblem& problem);

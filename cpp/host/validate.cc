@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "host/rules.h"
 #include "host/shape.h"
 
 namespace pantile::host {
@@ -23,16 +24,6 @@ Status between(const char* name, std::int64_t value, std::int64_t low, std::int6
   if (value < low || value > high) {
     return Status::error(kInvalid, "%s is %" PRId64 "; it must be from %" PRId64 " to %" PRId64,
                          name, value, low, high);
-  }
-  return Status();
-}
-
-// The first error of a list, or ok.
-Status first_error(std::initializer_list<Status> list) {
-  for (const Status& status : list) {
-    if (!status.ok()) {
-      return status;
-    }
   }
   return Status();
 }
@@ -195,6 +186,17 @@ Status overlap_rule(const char* name, const Layout& layout, const TensorShape& s
   return Status();
 }
 
+}  // namespace
+
+Status first_error(std::initializer_list<Status> list) {
+  for (const Status& status : list) {
+    if (!status.ok()) {
+      return status;
+    }
+  }
+  return Status();
+}
+
 Status input_layout(const char* name, const Layout& layout, const TensorShape& shape, DType dtype) {
   Status status = alignment_rule(name, layout, dtype);
   if (status.ok() && !shape.empty()) {
@@ -212,17 +214,25 @@ Status output_layout(const char* name, const Layout& layout, const TensorShape& 
   return status;
 }
 
+namespace {
+
+// FP8 operands have one form; their layouts are not read.
+bool quantized(const ForwardProblem& p) {
+  return p.dtype == DType::e4m3;
+}
+
 Status q_layout_rule(const ForwardProblem& p) {
-  return input_layout("q", p.q, query_shape(p, p.head_dim), p.dtype);
+  return quantized(p) ? Status() : input_layout("q", p.q, query_shape(p, p.head_dim), p.dtype);
 }
 Status k_layout_rule(const ForwardProblem& p) {
-  return input_layout("k", p.k, key_shape(p, p.head_dim), p.dtype);
+  return quantized(p) ? Status() : input_layout("k", p.k, key_shape(p, p.head_dim), p.dtype);
 }
 Status v_layout_rule(const ForwardProblem& p) {
-  return input_layout("v", p.v, key_shape(p, p.head_dim_v), p.dtype);
+  return quantized(p) ? Status() : input_layout("v", p.v, key_shape(p, p.head_dim_v), p.dtype);
 }
 Status o_layout_rule(const ForwardProblem& p) {
-  return output_layout("o", p.o, query_shape(p, p.head_dim_v), p.dtype);
+  const DType dtype = quantized(p) ? p.fp8.output : p.dtype;
+  return output_layout("o", p.o, query_shape(p, p.head_dim_v), dtype);
 }
 
 // In the order in which a reader of problem.h meets the fields; later rules rely on earlier ones.
@@ -230,7 +240,7 @@ constexpr Status (*kForwardRules[])(const ForwardProblem&) = {
     dtype_rule,    batch_rule,    heads_q_rule,     heads_k_rule,      seqlen_q_rule,
     seqlen_k_rule, head_dim_rule, head_dim_v_rule,  group_rule,        work_rule,
     total_q_rule,  total_k_rule,  window_left_rule, window_right_rule, scale_rule,
-    q_layout_rule, k_layout_rule, v_layout_rule,    o_layout_rule,
+    fp8_rule,      q_layout_rule, k_layout_rule,    v_layout_rule,     o_layout_rule,
 };
 
 Status wants_lse_rule(const BackwardProblem& p) {
@@ -272,6 +282,8 @@ Status apply(Status (*const (&rules)[kCount])(const Problem&), const Problem& pr
   return Status();
 }
 
+}  // namespace
+
 // A tensor's pointer: there when the tensor has elements, and as aligned as the layout says.
 Status tensor_pointer(const char* name, const void* pointer, const Layout& layout, bool empty) {
   if (empty) {
@@ -308,6 +320,8 @@ Status sequence_pointers(const ForwardProblem& p, const ForwardTensors& t) {
       optional_pointer("seqused_k", t.seqused_k, p.has_seqused_k, "has_seqused_k"),
   });
 }
+
+namespace {
 
 Status lse_pointer(const ForwardProblem& p, const ForwardTensors& t) {
   if (p.wants_lse && t.lse == nullptr && !query_shape(p, p.head_dim).empty()) {
@@ -365,6 +379,7 @@ Status validate_tensors(const ForwardProblem& p, const ForwardTensors& t) {
       tensor_pointer("o", t.o, p.o, no_rows),
       lse_pointer(p, t),
       sequence_pointers(p, t),
+      fp8_pointers(p, t.fp8),
   });
 }
 

@@ -5,12 +5,14 @@
 #include "pantile/device.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
+#include "pantile/quantize.h"
 #include "pantile/status.h"
 
 namespace pantile::host {
 
 Status validate(const ForwardProblem& problem);
 Status validate(const BackwardProblem& problem);
+Status validate(const QuantizeProblem& problem);
 Status validate(const DeviceProps& device);
 Status validate(const PlanOptions& options);
 
@@ -18,6 +20,7 @@ Status validate(const PlanOptions& options);
 // elements may be null.
 Status validate_tensors(const ForwardProblem& problem, const ForwardTensors& tensors);
 Status validate_tensors(const BackwardProblem& problem, const BackwardTensors& tensors);
+Status validate_tensors(const QuantizeProblem& problem, const QuantizeTensors& tensors);
 Status validate_workspace(const Workspace& needed, const void* workspace);
 
 }  // namespace pantile::host

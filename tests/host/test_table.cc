@@ -33,7 +33,7 @@ TEST(KernelTable, HoldsEveryRowOfKernelsDefInOrder) {
 #include "kernels.def"
 #undef PANTILE_KERNEL
   };
-  for (const Pass pass : {Pass::forward, Pass::backward}) {
+  for (const Pass pass : {Pass::forward, Pass::backward, Pass::quantize}) {
     std::vector<KernelInfo> want, have;
     for (const KernelInfo& row : expected) {
       if (row.pass == pass) {
@@ -112,9 +112,21 @@ void expect_run_exactly_when_compiled(host::RowList<Row> list) {
   }
 }
 
+TEST(KernelTable, CpuQuantisesEveryDtype) {
+  std::set<DType> dtypes;
+  for (const KernelInfo& row : table()) {
+    if (row.pass == Pass::quantize && row.backend == Backend::cpu) {
+      EXPECT_TRUE(row.compiled) << row.name;
+      dtypes.insert(row.dtype);
+    }
+  }
+  EXPECT_EQ(dtypes, (std::set<DType>{DType::f32, DType::f16, DType::bf16, DType::e4m3}));
+}
+
 TEST(KernelTable, RowsRunExactlyWhenCompiled) {
   expect_run_exactly_when_compiled(host::forward_rows());
   expect_run_exactly_when_compiled(host::backward_rows());
+  expect_run_exactly_when_compiled(host::quantize_rows());
 }
 
 TEST(BuildInfo, SaysWhatWasBuilt) {

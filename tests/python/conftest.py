@@ -46,6 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 marks=[pytest.mark.gpu] if row["backend"] in GPU_BACKENDS else [],
             )
             for row in pantile.kernels()
+            if row["pass"] != "quantize" and row["dtype"] != "e4m3"  # those: test_fp8.py
         ]
         metafunc.parametrize("row", rows)
 

@@ -6,6 +6,7 @@
 #include "pantile/dtype.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
+#include "pantile/quantize.h"
 #include "pantile/registry.h"
 #include "pantile/status.h"
 #include "pantile/version.h"

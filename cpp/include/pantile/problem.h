@@ -23,8 +23,23 @@ struct Layout {
   int base_align_bytes = 16;
 };
 
+// How FP8 attention turns a score into a weight (docs/fp8.md). `code` computes the e4m3 code of the
+// weight straight from the score: the fastest, and an approximation of exp2 to e4m3's own precision
+// (RMS error of the output +4 %). `exp2` rounds the true exponential. `mixed` alternates by
+// 8 rows x 16 keys.
+enum class Fp8Exp : std::uint8_t { code = 0, mixed, exp2 };
+
+// What FP8 operands are, as run_quantize() writes them (quantize.h), and what becomes of them.
+struct Fp8Format {
+  DType output = DType::bf16;  // of O: bf16 or f16
+  Fp8Exp exp = Fp8Exp::code;
+  int block_q = 128;      // query rows that share a scale: 1, 64 or 128
+  int block_k = 128;      // keys that share a scale, in K and in V: 64 or 128
+  bool smooth_k = false;  // K was quantised less its mean: scale * (Q . mean) is added to LSE
+};
+
 struct ForwardProblem {
-  DType dtype = DType::bf16;    // of Q, K, V and O
+  DType dtype = DType::bf16;    // of Q, K, V and, except for e4m3, of O
   std::int64_t batch = 0;       // sequences
   std::int64_t heads_q = 0;     // query heads, a multiple of heads_k
   std::int64_t heads_k = 0;     // key/value heads
@@ -51,7 +66,17 @@ struct ForwardProblem {
   float scale = 0.0f;     // multiplies Q K^T; must be finite
   bool wants_lse = true;  // LSE fp32: [batch, heads_q, seqlen_q], packed: [heads_q, total_q]
 
-  Layout q, k, v, o;
+  Layout q, k, v, o;  // e4m3: q, k and v are not read, those operands have one form (quantize.h)
+
+  Fp8Format fp8;  // read when dtype is e4m3
+};
+
+// What belongs to q, k and v of dtype e4m3; forms in quantize.h.
+struct Fp8Tensors {
+  const float* scale_q = nullptr;
+  const float* scale_kv = nullptr;
+  const std::uint32_t* nonfinite_v = nullptr;
+  const float* q_dot_mean = nullptr;  // null unless smooth_k
 };
 
 struct ForwardTensors {
@@ -64,6 +89,7 @@ struct ForwardTensors {
   const std::int32_t* cu_seqlens_k = nullptr;  // [batch + 1], packed K only
   const std::int32_t* seqused_q = nullptr;     // [batch]
   const std::int32_t* seqused_k = nullptr;     // [batch]
+  Fp8Tensors fp8;                              // dtype e4m3 only
 };
 
 // Gradients of the forward problem. dLSE is folded into the row term:

@@ -1,0 +1,46 @@
+// Rows of elements as floats, exactly, on any processor. The attention kernels have their own
+// vector conversions.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/bits.h"
+#include "core/scaling.h"
+#include "pantile/dtype.h"
+
+namespace pantile::cpu {
+
+inline float bf16_to_float(std::uint16_t half) {
+  return core::bits_float(static_cast<std::uint32_t>(half) << 16);
+}
+
+inline float f16_to_float(std::uint16_t half) {
+  constexpr float kExponentShift = 5.192296858534828e33f;  // 2^112: from bias 15 to bias 127
+  const std::uint32_t magnitude = half & 0x7fffu;
+  const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
+  const std::uint32_t bits =
+      magnitude >= 0x7c00u ? 0x7f800000u | (magnitude & 0x3ffu) << 13
+                           : core::float_bits(core::bits_float(magnitude << 13) * kExponentShift);
+  return core::bits_float(sign | bits);
+}
+
+// `count` elements from element `first` on.
+inline void load_row(DType dtype, const void* data, std::int64_t first, int count, float* out) {
+  const auto* bytes = static_cast<const std::uint8_t*>(data) + first * dtype_bytes(dtype);
+  if (dtype == DType::f32) {
+    std::memcpy(out, bytes, static_cast<std::size_t>(count) * sizeof *out);
+    return;
+  }
+  for (int i = 0; i < count; ++i) {
+    if (dtype == DType::e4m3) {
+      out[i] = core::decode_e4m3(bytes[i]);
+    } else {
+      std::uint16_t half;
+      std::memcpy(&half, bytes + 2 * i, sizeof half);
+      out[i] = dtype == DType::bf16 ? bf16_to_float(half) : f16_to_float(half);
+    }
+  }
+}
+
+}  // namespace pantile::cpu

@@ -1,0 +1,29 @@
+// Rules that validate.cc and validate_fp8.cc share.
+#pragma once
+
+#include <initializer_list>
+
+#include "host/shape.h"
+#include "pantile/problem.h"
+#include "pantile/status.h"
+
+namespace pantile::host {
+
+// The first error of a list, or ok.
+Status first_error(std::initializer_list<Status> list);
+
+// Alignment and strides of a tensor that is read; of one that is written, also that it does not
+// overlap itself.
+Status input_layout(const char* name, const Layout& layout, const TensorShape& shape, DType dtype);
+Status output_layout(const char* name, const Layout& layout, const TensorShape& shape, DType dtype);
+
+Status tensor_pointer(const char* name, const void* pointer, const Layout& layout, bool empty);
+// `wanted` is the value of the field `because`.
+Status optional_pointer(const char* name, const void* pointer, bool wanted, const char* because);
+Status sequence_pointers(const ForwardProblem& problem, const ForwardTensors& tensors);
+
+// What dtype e4m3 adds to a forward problem and its tensors; ok for the other dtypes.
+Status fp8_rule(const ForwardProblem& problem);
+Status fp8_pointers(const ForwardProblem& problem, const Fp8Tensors& tensors);
+
+}  // namespace pantile::host
