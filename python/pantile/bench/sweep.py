@@ -25,6 +25,7 @@ from pantile.bench.measure import Contender
 from pantile.bench.peers import FP8, Problem
 
 OURS = "pantile"
+DETERMINISTIC = "pantile, deterministic"  # the backward that gives equal bits every time
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -42,6 +43,7 @@ class Setup:
     rounds: int = 5
     round_ms: float = 12.0
     flushed: bool = False
+    deterministic: bool = False  # time our deterministic backward as well
 
 
 # ---- one case
@@ -80,9 +82,11 @@ def _ours_fp8(problem: Problem, keywords: dict) -> Contender | str:
     return peers.contender(OURS, problem, lambda: pantile.attention(*operands, **keywords))
 
 
-def ours(problem: Problem, backend: str) -> Contender | str:
+def ours(problem: Problem, backend: str, deterministic: bool = False) -> Contender | str:
     case = problem.case
+    name = DETERMINISTIC if deterministic else OURS
     keywords = {"causal": case.causal, "options": pantile.Options(backend=backend)}
+    keywords["deterministic"] = deterministic
     if case.window_left is not None:
         keywords["window"] = (case.window_left, 0)
     leaves = problem.leaves() if problem.dtype != FP8 else []
@@ -97,7 +101,7 @@ def ours(problem: Problem, backend: str) -> Contender | str:
     try:
         if problem.dtype == FP8:
             return _ours_fp8(problem, keywords)
-        return peers.differentiable(OURS, problem, forward, leaves, problem.grad_o)
+        return peers.differentiable(name, problem, forward, leaves, problem.grad_o)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         return peers.first_line(error)
 
@@ -116,6 +120,8 @@ def measure_case(case: Case, what: str, setup: Setup) -> dict:
     problem = make_problem(case, what, setup)
     known = peers.of_device(setup.device)
     candidates: dict[str, Contender | str] = {OURS: ours(problem, setup.backend)}
+    if setup.deterministic and what == "backward":
+        candidates[DETERMINISTIC] = ours(problem, setup.backend, deterministic=True)
     for name in setup.peers:
         candidates[name] = known[name](name, problem)
     running = [c for c in candidates.values() if isinstance(c, Contender)]
@@ -140,7 +146,7 @@ def measure_case(case: Case, what: str, setup: Setup) -> dict:
 
 def ratio(results: dict) -> tuple[float, str]:
     """Our speed over the best peer's, and that peer's name; NaN without either."""
-    others = {n: r["ms"] for n, r in results.items() if n != OURS}
+    others = {n: r["ms"] for n, r in results.items() if n not in (OURS, DETERMINISTIC)}
     if OURS not in results or not others:
         return math.nan, "-"
     best = min(others, key=others.get)
@@ -235,6 +241,9 @@ def print_row(row: dict, wanted: tuple[str, ...]) -> None:
             for n in [OURS, *wanted]
         )
         state = "" if key == "back_to_back" else " flushed"
+        if OURS in results and DETERMINISTIC in results:
+            share = results[OURS]["ms"] / results[DETERMINISTIC]["ms"]
+            state += f", deterministic {results[DETERMINISTIC]['tflops']:.0f} ({share:.3f})"
         print(f"{row['case']:<26}{row['pass']:<10}{columns}{value:>8.3f}  {best}{state}")
     for name, reason in row["absent"].items():
         print(f"{'':<36}{name}: {reason[:110]}")
@@ -264,6 +273,9 @@ def parser(doc: str, wanted: list[str], out: str) -> argparse.ArgumentParser:
     p.add_argument("--no-special", action="store_true", help="only the grid")
     p.add_argument("--only-special", action="store_true", help="GQA, window, varlen, odd dims")
     p.add_argument("--flushed", action="store_true", help="time with a flushed L2 as well")
+    p.add_argument(
+        "--deterministic", action="store_true", help="time our deterministic backward as well"
+    )
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--round-ms", type=float, default=12.0)
     p.add_argument("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results") / out)
@@ -294,6 +306,7 @@ def main(arguments, backend: str, extra: Callable[[], list[Case]]) -> None:
         rounds=arguments.rounds,
         round_ms=arguments.round_ms,
         flushed=arguments.flushed,
+        deterministic=arguments.deterministic,
     )
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {measure.commit()}")
     print(
