@@ -1,9 +1,14 @@
-"""Textbook attention in plain torch: what every kernel is measured against.
+"""Attention in plain torch: the textbook, and the algorithms that led from it to the kernels.
 
-It stores the whole score matrix, so it is for tests, checks and reading, not for long sequences.
+:func:`attention` stores the whole score matrix and is what every kernel is measured against.
+:func:`lazy_softmax`, :func:`flash1` and :func:`flash2` walk over tiles in the order of their papers
+and count what a GPU would move through HBM; they share no code with the kernels. All are for tests,
+checks and reading, not for speed.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -93,6 +98,222 @@ def varlen_attention(
         o = o.index_copy(0, index, part[0])
         lse = lse.index_copy(1, index, part_lse[0].to(lse_dtype))
     return o, lse
+
+
+# ---- the algorithms between the textbook and the kernels
+
+
+@dataclass
+class Hbm:
+    """Counts what is read from and written to the large memory, in bytes of the stored types."""
+
+    element_bytes: int = 2
+    statistic_bytes: int = 4  # row_max, row_sum, LSE
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+    def read(self, *tensors: torch.Tensor) -> None:
+        self.read_bytes += sum(x.numel() for x in tensors) * self.element_bytes
+
+    def write(self, *tensors: torch.Tensor) -> None:
+        self.written_bytes += sum(x.numel() for x in tensors) * self.element_bytes
+
+    def read_statistics(self, *tensors: torch.Tensor) -> None:
+        self.read_bytes += sum(x.numel() for x in tensors) * self.statistic_bytes
+
+    def write_statistics(self, *tensors: torch.Tensor) -> None:
+        self.written_bytes += sum(x.numel() for x in tensors) * self.statistic_bytes
+
+
+class _Tiles:
+    """The operands of a call, cut into tiles: [batch, heads, tile, dim]."""
+
+    def __init__(self, q, k, v, tile_q, tile_k, causal, window, scale, dtype) -> None:
+        for name, tile in (("tile_q", tile_q), ("tile_k", tile_k)):
+            if tile < 1:
+                raise ValueError(f"{name} is {tile}; it must be at least 1")
+        self.dtype = q.dtype if dtype is None else dtype
+        left, right = window_bounds(causal, window)
+        self.scale = q.shape[-1] ** -0.5 if scale is None else scale
+        self.q, k, v = (x.to(self.dtype).transpose(1, 2) for x in (q, k, v))
+        group = self.q.shape[1] // k.shape[1] if k.shape[1] else 1
+        self.k, self.v = (x.repeat_interleave(group, 1) for x in (k, v))
+        self.mask = visible(self.q.shape[2], self.k.shape[2], left, right, q.device)
+        self.row_tiles = self._cut(self.q.shape[2], tile_q)
+        self.key_tiles = self._cut(self.k.shape[2], tile_k)
+
+    @staticmethod
+    def _cut(length: int, tile: int) -> list[slice]:
+        return [slice(b, min(b + tile, length)) for b in range(0, length, tile)]
+
+    def sees(self, rows: slice, keys: slice) -> bool:
+        return bool(self.mask[rows, keys].any())
+
+    def scores(self, rows: slice, keys: slice) -> torch.Tensor:
+        s = self.q[:, :, rows] @ self.k[:, :, keys].transpose(-1, -2) * self.scale
+        return s.masked_fill(~self.mask[rows, keys], -torch.inf)
+
+    def empty(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(O, row_sum, row_max) of rows that have met no key."""
+        lead = (*self.q.shape[:2], rows)
+        o = self.q.new_zeros(*lead, self.v.shape[-1])
+        return o, self.q.new_zeros(lead), torch.full_like(o[..., 0], -torch.inf)
+
+
+def _finite(row_max: torch.Tensor) -> torch.Tensor:
+    """What to subtract before exp: rows without a visible key have no maximum."""
+    return row_max.masked_fill(row_max == -torch.inf, 0.0)
+
+
+def _lse(row_sum: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
+    return torch.where(row_sum > 0, _finite(row_max) + row_sum.log(), -torch.inf)
+
+
+def _over(o: torch.Tensor, row_sum: torch.Tensor) -> torch.Tensor:
+    return o / row_sum.masked_fill(row_sum == 0, 1.0).unsqueeze(-1)
+
+
+def lazy_softmax(
+    q,
+    k,
+    v,
+    *,
+    tile_q=1024,
+    tile_k=4096,
+    causal=False,
+    window=None,
+    scale=None,
+    dtype=torch.float64,
+    hbm=None,
+):
+    """(o, lse) by Rabe and Staats, *Self-attention does not need O(n^2) memory* (2021), figure 1.
+
+    For a chunk of rows, every chunk of keys gives a summary (maximum, sum, unnormalised output);
+    only then are the summaries combined. As a program of framework operations it stores S and P of
+    one pair of chunks, and the summaries of a chunk of rows, in HBM.
+    """
+    t = _Tiles(q, k, v, tile_q, tile_k, causal, window, scale, dtype)
+    hbm = Hbm() if hbm is None else hbm
+    outputs, lses = [], []
+    for rows in t.row_tiles:
+        summaries = [t.empty(rows.stop - rows.start)]
+        for keys in (keys for keys in t.key_tiles if t.sees(rows, keys)):
+            s = t.scores(rows, keys)
+            hbm.read(t.q[:, :, rows], t.k[:, :, keys])
+            hbm.write(s)
+            row_max = s.amax(-1)
+            p = torch.exp(s - _finite(row_max).unsqueeze(-1))
+            hbm.read(s)
+            hbm.write(p)
+            summaries.append((p @ t.v[:, :, keys], p.sum(-1), row_max))
+            hbm.read(p, t.v[:, :, keys])
+            hbm.write(summaries[-1][0])
+            hbm.write_statistics(*summaries[-1][1:])
+        o, row_sum, row_max = (torch.stack(x) for x in zip(*summaries, strict=True))
+        hbm.read(o[1:])
+        hbm.read_statistics(row_sum[1:], row_max[1:])
+        highest = row_max.amax(0)
+        factor = torch.exp(row_max - _finite(highest))
+        total = (row_sum * factor).sum(0)
+        outputs.append(_over((o * factor.unsqueeze(-1)).sum(0), total))
+        lses.append(_lse(total, highest))
+        hbm.write(outputs[-1])
+        hbm.write_statistics(lses[-1])
+    return _joined(t, outputs, lses)
+
+
+def flash1(
+    q,
+    k,
+    v,
+    *,
+    tile_q=64,
+    tile_k=64,
+    causal=False,
+    window=None,
+    scale=None,
+    dtype=torch.float64,
+    hbm=None,
+):
+    """(o, lse) by Dao et al., *FlashAttention* (2022), algorithm 1: keys outside, rows inside.
+
+    O stays normalised, and O, row_sum and row_max go through HBM once for every tile of keys.
+    """
+    t = _Tiles(q, k, v, tile_q, tile_k, causal, window, scale, dtype)
+    hbm = Hbm() if hbm is None else hbm
+    state = [t.empty(rows.stop - rows.start) for rows in t.row_tiles]
+    for o, row_sum, row_max in state:
+        hbm.write(o)
+        hbm.write_statistics(row_sum, row_max)
+    for keys in t.key_tiles:
+        hbm.read(t.k[:, :, keys], t.v[:, :, keys])
+        for i, rows in enumerate(t.row_tiles):
+            if not t.sees(rows, keys):
+                continue
+            o, row_sum, row_max = state[i]
+            hbm.read(t.q[:, :, rows], o)
+            hbm.read_statistics(row_sum, row_max)
+            s = t.scores(rows, keys)
+            tile_max = s.amax(-1)
+            p = torch.exp(s - _finite(tile_max).unsqueeze(-1))
+            raised = torch.maximum(row_max, tile_max)
+            old = row_sum * torch.exp(row_max - _finite(raised))
+            factor = torch.exp(tile_max - _finite(raised))
+            new_sum = old + factor * p.sum(-1)
+            update = factor.unsqueeze(-1) * (p @ t.v[:, :, keys])
+            state[i] = (_over(old.unsqueeze(-1) * o + update, new_sum), new_sum, raised)
+            hbm.write(state[i][0])
+            hbm.write_statistics(*state[i][1:])
+    return _joined(t, [x[0] for x in state], [_lse(*x[1:]) for x in state])
+
+
+def flash2(
+    q,
+    k,
+    v,
+    *,
+    tile_q=128,
+    tile_k=128,
+    causal=False,
+    window=None,
+    scale=None,
+    dtype=torch.float64,
+    hbm=None,
+):
+    """(o, lse) by Dao, *FlashAttention-2* (2023), algorithm 1: rows outside, keys inside.
+
+    O is divided once, at the end; of the statistics only LSE is kept.
+    """
+    t = _Tiles(q, k, v, tile_q, tile_k, causal, window, scale, dtype)
+    hbm = Hbm() if hbm is None else hbm
+    outputs, lses = [], []
+    for rows in t.row_tiles:
+        hbm.read(t.q[:, :, rows])
+        o, row_sum, row_max = t.empty(rows.stop - rows.start)
+        for keys in (keys for keys in t.key_tiles if t.sees(rows, keys)):
+            hbm.read(t.k[:, :, keys], t.v[:, :, keys])
+            s = t.scores(rows, keys)
+            raised = torch.maximum(row_max, s.amax(-1))
+            factor = torch.exp(row_max - _finite(raised))
+            p = torch.exp(s - _finite(raised).unsqueeze(-1))
+            row_sum = row_sum * factor + p.sum(-1)
+            o = o * factor.unsqueeze(-1) + p @ t.v[:, :, keys]
+            row_max = raised
+        outputs.append(_over(o, row_sum))
+        lses.append(_lse(row_sum, row_max))
+        hbm.write(outputs[-1])
+        hbm.write_statistics(lses[-1])
+    return _joined(t, outputs, lses)
+
+
+def _joined(t: _Tiles, outputs: list, lses: list) -> tuple[torch.Tensor, torch.Tensor]:
+    if not outputs:
+        o, row_sum, _ = t.empty(0)
+        return o.transpose(1, 2), row_sum
+    return torch.cat(outputs, 2).transpose(1, 2), torch.cat(lses, 2)
+
+
+# ---- error and what is allowed of it
 
 
 def error(result: torch.Tensor, exact: torch.Tensor) -> float:
