@@ -1,0 +1,128 @@
+"""tools/accuracy.py: its exact answer and figures, and the golden file."""
+
+from __future__ import annotations
+
+import accuracy
+import pantile
+import pytest
+import torch
+from pantile import reference
+
+CASE = accuracy.Case("bf16", 16, "causal", 70, "outlier")
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_the_exact_answer_is_the_textbook_in_double(mask, monkeypatch):
+    monkeypatch.setattr(accuracy, "ROW_CHUNK", 32)  # several chunks, the last one ragged
+    case = accuracy.Case("f32", 16, mask, 70, "normal")
+    inputs = accuracy.draw(case, "cpu")
+    found = accuracy.exact(case, inputs, backward=True)
+    leaves = [inputs[n].double().requires_grad_() for n in ("q", "k", "v")]
+    o, lse = reference.attention(*leaves, causal=case.causal)
+    gradients = torch.autograd.grad(o, leaves, inputs["grad_o"].double())
+    for name, truth in zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients), strict=True):
+        assert reference.error(found[name], truth) < 1e-12, name
+
+
+def test_inputs_are_exact_in_the_dtype_and_repeat():
+    inputs = accuracy.draw(CASE, "cpu")
+    for name, x in inputs.items():
+        assert torch.equal(x, x.bfloat16().float())
+        assert torch.equal(x, accuracy.draw(CASE, "cpu")[name])
+    large = accuracy.draw(accuracy.Case("f32", 64, "full", 500, "outlier"), "cpu")
+    assert (large["q"].abs() > 7).float().mean().item() == pytest.approx(5e-4, abs=3e-4)
+    assert large["grad_o"].abs().max() < 7
+
+
+def test_error_figures():
+    truth = {"o": torch.tensor([3.0, 4.0], dtype=torch.float64)}
+    found = accuracy.errors({"o": torch.tensor([3.0, 3.0])}, truth)["o"]
+    assert found == {"rmse": 0.7071, "max": 1.0, "relative": 0.2}
+
+
+def test_every_implementation_of_this_machine_is_close():
+    rows = list(accuracy.measure_case(CASE, "cpu", backward=True))
+    assert [row["implementation"] for row in rows] == list(accuracy.implementations("cpu"))
+    for row in rows:
+        assert row["absent"] is None
+        for name in ("o", "dq", "dk", "dv"):
+            assert 0 < row["errors"][name]["relative"] < 0.02, (row["implementation"], name)
+
+
+def test_an_implementation_that_fails_is_named():
+    case = accuracy.Case("bf16", 16, "causal", 70, "normal")
+    (row,) = accuracy.measure_case(case, "cpu", True, only={"textbook"})
+    assert row["absent"] is None
+    rows = accuracy.measure_fp8(accuracy.Case("f32", 16, "full", 40, "outlier"), "cpu")
+    absent = {row["implementation"]: row["absent"] for row in rows}
+    assert absent["FA3, per-head scales"]
+
+
+# ---- FP8 emulation
+
+
+def test_block_scales_fill_the_format():
+    x = torch.randn(2, 300, 3, 8)
+    scales = accuracy.scales_of(x, 128)
+    assert scales.shape == (2, 3, 3)
+    blocks = [x[:, 0:128], x[:, 128:256], x[:, 256:]]
+    for i, block in enumerate(blocks):
+        assert torch.equal(scales[:, i], block.abs().amax((1, 3)) / 448)
+    assert accuracy.scales_of(x, None).shape == (2, 1, 3)
+    error = (accuracy.through_fp8(x, 128) - x).abs() / x.abs().clamp_min(1e-2)
+    assert error.max() < 2**-4 + 1e-6  # e4m3 keeps three bits after the leading one
+
+
+def test_rotation_helps_against_outliers():
+    case = accuracy.Case("f32", 64, "full", 256, "outlier", heads=4)
+    rows = {row["implementation"]: row["errors"] for row in accuracy.measure_fp8(case, "cpu")}
+    rmse = {name: e["o"]["rmse"] for name, e in rows.items() if e}
+    ideal = "exact arithmetic, "
+    assert rmse[f"{ideal}blocks of 128 and Hadamard"] < 0.8 * rmse[f"{ideal}blocks of 128"]
+    # Rounding to e4m3 is relative, so that finer scales alone change little.
+    assert rmse[f"{ideal}blocks of 128"] < 1.5 * rmse[f"{ideal}per-tensor scales"]
+    turn = accuracy.hadamard(64, "cpu")
+    assert torch.allclose(turn @ turn.T, torch.eye(64, dtype=torch.float64))
+
+
+# ---- the golden file
+
+
+def test_worse_is_more_than_a_quarter():
+    stored = {"a": {"o": 1.0, "dq": 2.0}}
+    assert accuracy.worse({"a": {"o": 1.25, "dq": 0.1}}, stored) == []
+    assert accuracy.worse({"a": {"o": 1.26, "dq": 2.0}}, stored) == [
+        "a: RMSE of o is 1.26, golden 1"
+    ]
+    assert len(accuracy.worse({"a": {"o": float("nan"), "dq": 2.0}}, stored)) == 1
+    assert accuracy.worse({"b": {}}, stored) == [
+        "b: not in the golden file",
+        "a: in the golden file, but not measured",
+    ]
+
+
+@pytest.mark.parametrize("isa", sorted({"avx2", pantile.devices()[0]["isa"]}))
+def test_no_figure_of_the_cpu_is_worse_than_golden(isa):
+    found = accuracy.cpu_section(isa)
+    if found is None:
+        pytest.skip(f"this processor has no {isa}")
+    assert accuracy.worse(found, accuracy.golden()[f"cpu {isa}"]) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["hopper", "ampere"])
+def test_no_figure_of_the_gpu_is_worse_than_golden(backend):
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of compute capability 9.0")
+    assert accuracy.worse(accuracy.section(backend), accuracy.golden()[backend]) == []
+
+
+def test_a_softmax_that_is_off_by_a_hundredth_is_caught(monkeypatch):
+    real = pantile.attention
+
+    def wrong(q, k, v, **words):
+        return real(q, k, v, scale=1.01 * q.shape[-1] ** -0.5, **words)
+
+    stored = accuracy.section("cpu")
+    monkeypatch.setattr(pantile, "attention", wrong)
+    assert len(accuracy.worse(accuracy.section("cpu"), stored)) > len(stored)
