@@ -58,6 +58,8 @@ lint: $(VENV)/ready  ## ruff, clang-format, layers and sizes, generated tables
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 	$(PY) tools/check_layers.py
 	$(PY) tools/support_matrix.py --check
+	$(PY) benchmarks/plot.py --check
+	$(PY) tools/results_docs.py --check
 
 .PHONY: sanitize
 sanitize: $(VENV)/ready  ## the C++ tests under the address and undefined-behaviour sanitizers
@@ -73,12 +75,14 @@ check-cuda12: $(VENV)/ready  ## compile one hopper kernel with the compiler of C
 	$(PY) tools/check_cuda12.py build/cuda12
 
 .PHONY: bench
-bench:  ## CPU attention against torch (after make build); GPU benchmarks: see benchmarks/
-	$(PY) benchmarks/cpu.py
+bench:  ## this machine against torch (after make build); more: docs/benchmarks.md
+	$(PY) -m pantile bench
 
 .PHONY: docs
-docs: $(VENV)/ready  ## rewrite the generated tables of README and docs
+docs: $(VENV)/ready  ## rewrite the generated tables, numbers and plots of README and docs
 	$(PY) tools/support_matrix.py
+	$(PY) benchmarks/plot.py
+	$(PY) tools/results_docs.py
 
 .PHONY: clean
 clean:  ## remove build/ and the virtual environment

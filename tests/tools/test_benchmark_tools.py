@@ -1,0 +1,210 @@
+"""The scripts of benchmarks/ that judge and draw: compare, plot, counters, io_check, memory."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import zlib
+
+import compare
+import counters
+import plot
+import pytest
+
+pytest.importorskip("pantile")
+
+# ---- compare
+
+
+def figures(ms: float, spread: float = 0.0) -> dict:
+    half = ms * spread / 2
+    return {"ms": ms, "ms_p20": ms - half, "ms_p80": ms + half, "tflops": 1 / ms}
+
+
+def cells(**times: float) -> dict:
+    return {name: figures(ms) for name, ms in times.items()}
+
+
+def test_the_drift_of_the_gpu_is_taken_out():
+    before = cells(pantile=1.0, FA3=1.0, cuDNN=2.0)
+    slower_clock = cells(pantile=1.1, FA3=1.1, cuDNN=2.2)
+    cell = compare.compare_cell("x", before, slower_clock)
+    assert cell.change == pytest.approx(1.0)
+    assert cell.drift == pytest.approx(1 / 1.1)
+    assert cell.verdict == "same"
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"), [(0.9, "faster"), (0.98, "same"), (1.02, "same"), (1.1, "slower")]
+)
+def test_verdicts(after, verdict):
+    cell = compare.compare_cell("x", cells(pantile=1.0, FA3=1.0), cells(pantile=after, FA3=1.0))
+    assert cell.verdict == verdict
+    assert cell.noise == compare.LEAST_NOISE
+
+
+def test_a_noisy_cell_is_not_called_slower():
+    before = {"pantile": figures(1.0, 0.2)}
+    after = {"pantile": figures(1.15, 0.2)}
+    cell = compare.compare_cell("x", before, after)
+    assert cell.noise == pytest.approx(0.2 * 2**0.5)
+    assert cell.verdict == "same"
+    assert cell.drift is None
+
+
+def write(path, ours: float, peer: float = 1.0) -> str:
+    rows = [
+        {
+            "kind": "timing",
+            "case": f"case {i}",
+            "pass": "forward",
+            "dtype": "bfloat16",
+            "results": {"back_to_back": cells(pantile=ours, FA3=peer)},
+        }
+        for i in range(4)
+    ]
+    path.write_text("".join(json.dumps(r) + "\n" for r in [{"kind": "run"}, *rows]))
+    return str(path)
+
+
+def run_compare(monkeypatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words])
+    compare.main()
+
+
+def test_compare_ends_well_when_nothing_is_slower(tmp_path, monkeypatch, capsys):
+    a, b = write(tmp_path / "a", 1.0), write(tmp_path / "b", 1.005)
+    run_compare(monkeypatch, a, b, "--all")
+    output = capsys.readouterr().out
+    assert "4 cells: 0 faster, 4 the same, 0 slower; geometric mean 0.995" in output
+    assert output.count("case ") == 4
+
+
+def test_compare_fails_when_slower(tmp_path, monkeypatch):
+    a, b = write(tmp_path / "a", 1.0), write(tmp_path / "b", 1.2)
+    with pytest.raises(SystemExit, match=r"slower: geometric mean 0\.833.*case 0 forward"):
+        run_compare(monkeypatch, a, b)
+    run_compare(monkeypatch, b, a)
+
+
+def test_compare_needs_a_common_cell(tmp_path, monkeypatch):
+    empty = tmp_path / "empty"
+    empty.write_text('{"kind": "run"}\n')
+    with pytest.raises(SystemExit, match="no cell of ours in common"):
+        run_compare(monkeypatch, write(tmp_path / "a", 1.0), str(empty))
+
+
+# ---- plot
+
+
+def grid(lengths=(512, 1024, 2048)) -> list[dict]:
+    run = {"kind": "run", "commit": "abc", "state_before": {"name": "GPU X"}}
+    rows = [
+        {
+            "kind": "timing",
+            "case": f"d64 {mask} {n}",
+            "pass": "forward",
+            "head_dim": 64,
+            "seqlen": n,
+            "causal": mask == "causal",
+            "results": {"back_to_back": cells(pantile=1.0, FA3=1.25)},
+        }
+        for n in lengths
+        for mask in ("full", "causal")
+    ]
+    return [run, *rows]
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(plot, "RESULTS", tmp_path)
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in grid()))
+    return path
+
+
+def test_images_of_a_file(results):
+    assert [p.name for p in plot.images(results)] == ["x_forward.png", "x_forward_ratio.png"]
+    short = results.with_name("x_forward.jsonl")
+    short.write_text("".join(json.dumps(line) + "\n" for line in grid((512, 1024))))
+    assert plot.images(short) == {}
+
+
+def test_an_image_knows_its_file(results, monkeypatch):
+    pytest.importorskip("matplotlib")
+    assert plot.stale() == [
+        "x_forward.png is missing: run make docs",
+        "x_forward_ratio.png is missing: run make docs",
+    ]
+    monkeypatch.setattr(sys, "argv", ["plot.py"])
+    plot.main()
+    assert plot.stale() == []
+    results.write_text(results.read_text() + json.dumps({"kind": "summary"}) + "\n")
+    assert len(plot.stale()) == 2
+    assert "was not drawn from this x.jsonl" in plot.stale()[0]
+
+
+def test_text_chunks_are_read_without_a_library(tmp_path):
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I4s", len(data), kind) + data + struct.pack(">I", zlib.crc32(data))
+
+    path = tmp_path / "x.png"
+    parts = [chunk(b"IHDR", bytes(13)), chunk(b"tEXt", b"key\0value"), chunk(b"IEND", b"")]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    assert plot.text_chunks(path) == {"key": "value"}
+
+
+def test_memory_plot(results):
+    pytest.importorskip("matplotlib")
+    rows = [
+        {
+            "kind": "memory",
+            "implementation": name,
+            "length": n,
+            "peak_bytes": n,
+            "matrix_bytes": n * n,
+        }
+        for name in ("pantile", "textbook")
+        for n in (1024, 2048)
+    ]
+    panel = plot.draw_memory([{"kind": "run", "commit": "abc", "device": "GPU X"}, *rows]).axes[0]
+    assert len(panel.lines) == 3
+    assert list(panel.lines[2].get_ydata()) == [1.0, 4.0]
+
+
+# ---- counters
+
+NCU = """\
+==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","dram__bytes_read.sum","gpu__time_duration.sum"
+"","","","byte","ns"
+"0","7","spin_kernel(long)","100","1"
+"1","7","void gemm<1>(int, int)","1,500","20"
+"2","7","softmax","n/a","30"
+"3","7","at::cuda::spin_kernel(long)","100","1"
+"4","7","forward","7","40"
+"""
+METRICS = ["dram__bytes_read.sum", "gpu__time_duration.sum"]
+
+
+def test_reads_the_csv_of_ncu_and_tells_the_cases_apart():
+    launches = counters.parse(NCU, METRICS)
+    assert len(launches) == 5
+    found = counters.split(launches, ["textbook", "ours"])
+    assert [x["kernel"] for x in found["textbook"]] == ["void gemm<1>(int, int)", "softmax"]
+    assert found["textbook"][0]["dram__bytes_read.sum"] == 1500
+    assert found["textbook"][1]["dram__bytes_read.sum"] is None
+    assert found["ours"] == [
+        {"kernel": "forward", "dram__bytes_read.sum": 7.0, "gpu__time_duration.sum": 40.0}
+    ]
+
+
+def test_missing_counters_are_an_error(monkeypatch):
+    with pytest.raises(counters.CounterError, match="no permission"):
+        counters.parse("==ERROR== no permission\n", METRICS)
+    with pytest.raises(counters.CounterError, match="2 of 3 cases"):
+        counters.split(counters.parse(NCU, METRICS), ["a", "b", "c"])
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(counters.CounterError, match="ncu is not on the PATH"):
+        counters.collect(["a"], METRICS)

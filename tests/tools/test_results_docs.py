@@ -1,0 +1,110 @@
+"""results_docs.py: blocks come from result files, and a page that differs is noticed."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+import results_docs
+
+PAGE = results_docs.ROOT / "docs/page.md"
+
+
+def timing(case: str, what: str, seqlen: int, ours: float, **others: float) -> dict:
+    words = case.split()
+    results = {
+        name: {"ms": ms, "tflops": 100 / ms} for name, ms in {"pantile": ours, **others}.items()
+    }
+    return {
+        "kind": "timing",
+        "case": case,
+        "pass": what,
+        "dtype": "bfloat16",
+        "head_dim": 64,
+        "seqlen": seqlen,
+        "causal": "causal" in words,
+        "results": {"back_to_back": results},
+    }
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch) -> pathlib.Path:
+    monkeypatch.setattr(results_docs, "ROOT", tmp_path)
+    folder = tmp_path / "benchmarks/results"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(results_docs, "RESULTS", folder)
+    return folder
+
+
+def write(path: pathlib.Path, lines: list[dict]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_speed_block(results):
+    run = {"kind": "run", "torch": "2.11", "commit": "abc", "state_before": {"name": "GPU X"}}
+    rows = [
+        timing("d64 full 512", "forward", 512, 1.0, a=2.0, b=0.5),
+        timing("d64 causal 512", "forward", 512, 2.0, a=4.0),
+        timing("window at 1k", "forward", 1024, 4.0),
+    ]
+    write(results / "x.jsonl", [run, *rows])
+    text = "\n".join(results_docs.speed(results_docs.ROOT / "docs/page.md"))
+    assert "GPU X, torch 2.11, commit abc" in text
+    assert "[`x.jsonl`](../benchmarks/results/x.jsonl)" in text
+    assert "| 64 full | 100 (0.50) |" in text
+    assert "| 64 causal | 50 (2.00) |" in text
+    assert "| window at 1k | 25 |" in text
+    assert "the best of a, b. Geometric mean 1.000 over 2 cells" in text
+    assert "worst 0.50 (d64 full 512), 1 below 1" in text
+
+
+def test_ratios_leave_out_cells_without_peers():
+    rows = [timing("a", "forward", 8, 1.0), timing("b", "forward", 8, 1.0, x=3.0)]
+    assert results_docs.ratios(rows, "forward", "back_to_back") == {"b": 3.0}
+
+
+def test_memory_block_states_the_case_of_32768(results):
+    def row(name: str, peak: int) -> dict:
+        keys = {"kind": "memory", "implementation": name, "length": 32768, "head_dim": 128}
+        return keys | {"peak_bytes": peak, "model_bytes": 1, "matrix_bytes": 2 * 2**30}
+
+    run = {"kind": "run", "commit": "abc", "device": "GPU X"}
+    rows = [row("textbook", 8 * 2**30), row("pantile", 2**28)]
+    write(results / "m.jsonl", [run, *rows])
+    text = "\n".join(results_docs.memory(results_docs.ROOT / "docs/page.md"))
+    assert "One matrix" in text or "one matrix takes 2,048.0 MiB" in text
+    assert "32 times less" in text
+
+
+def test_missing_results_are_said_to_be_missing(results):
+    for name in ("speed", "memory", "accuracy", "accuracy-fp8", "io-check", "utilisation", "build"):
+        assert results_docs.BLOCKS[name](PAGE) == ["Not measured yet."], name
+
+
+def test_render_replaces_only_blocks():
+    text = "a\n<!-- results gpus: begin -->\nold 1.23\n<!-- results gpus: end -->\nb\n"
+    new = results_docs.render(text, PAGE)
+    assert new.startswith("a\n<!-- results gpus: begin -->\n| GPU |")
+    assert new.endswith("<!-- results gpus: end -->\nb\n")
+    assert "old 1.23" not in new
+    assert results_docs.render(new, PAGE) == new
+
+
+def test_an_unknown_block_is_named():
+    with pytest.raises(ValueError, match="block 'speeed'; there are: accuracy"):
+        results_docs.render("<!-- results speeed: begin -->\n<!-- results speeed: end -->", PAGE)
+
+
+def test_check_fails_on_a_number_typed_by_hand(monkeypatch, tmp_path, capsys):
+    page = tmp_path / "README.md"
+    monkeypatch.setattr(results_docs, "pages", lambda: [page])
+    monkeypatch.setattr(results_docs, "ROOT", tmp_path)
+    page.write_text("<!-- results gpus: begin -->\n<!-- results gpus: end -->\n")
+    monkeypatch.setattr("sys.argv", ["results_docs.py"])
+    assert results_docs.main() == 0
+    monkeypatch.setattr("sys.argv", ["results_docs.py", "--check"])
+    assert results_docs.main() == 0
+    page.write_text(page.read_text().replace("| 989 |", "| 1989 |"))
+    assert results_docs.main() == 1
+    assert "README.md: numbers differ" in capsys.readouterr().out
