@@ -247,7 +247,8 @@ def main() -> None:
     arguments = p.parse_args()
     if arguments.check:
         problems = stale()
-        print("\n".join(problems))
+        for problem in problems:
+            print(problem)
         sys.exit(1 if problems else 0)
     if arguments.results:
         wanted = {i: (r, f) for r in arguments.results for i, f in images(r).items()}

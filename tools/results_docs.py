@@ -520,6 +520,7 @@ def build_facts(page: pathlib.Path) -> list[str]:
         for name, values in facts["rows"].items()
     ]
     notes = [f"{name}: {text}" for name, text in facts["sources"].items()]
+    notes.append(facts["public"])
     return [f"{link(path, page)}.", "", *table(["", *columns], rows), "", "; ".join(notes) + "."]
 
 
