@@ -1,8 +1,8 @@
 """Runs a part of a script under ncu and gives back one record per kernel launch, case by case.
 
 A script that wants counters calls itself: `collect` starts it under ncu with the names of its
-cases, and in that process `run_cases` runs them, each once to warm up and once measured. A spin
-kernel between the cases tells them apart in ncu's output."""
+cases, and in that process `run_cases` runs them, each twice to warm up and once measured. A spin
+kernel before each case tells them apart in ncu's output."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 
 MARK = "spin_kernel"  # of torch.cuda._sleep
+ABSENT = "absent case: "  # begins a line that names a case that cannot run, and why
 CHILD = "PANTILE_COUNTED_CASES"
 
 
@@ -47,6 +48,15 @@ def parse(text: str, metrics: list[str]) -> list[dict]:
     return launches
 
 
+def absent_cases(text: str) -> dict[str, str]:
+    """Case -> reason, from the lines that the measured process printed."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith(ABSENT):
+            found |= json.loads(line.removeprefix(ABSENT))
+    return found
+
+
 def split(launches: list[dict], names: list[str]) -> dict[str, list[dict]]:
     """Launches by case: each case's launches follow its mark."""
     groups: list[list[dict]] = []
@@ -62,8 +72,9 @@ def split(launches: list[dict], names: list[str]) -> dict[str, list[dict]]:
 
 def collect(
     names: list[str], metrics: list[str], cache_control: str = "none"
-) -> dict[str, list[dict]]:
-    """Runs this script's cases under ncu; `cache_control` is none, or all to flush."""
+) -> tuple[dict[str, list[dict]], dict[str, str]]:
+    """Runs this script's cases under ncu: the launches of each that ran, and the reason of each
+    that did not. `cache_control` is none, or all to flush the caches before a kernel."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise CounterError("ncu is not on the PATH")
@@ -82,20 +93,24 @@ def collect(
     log = os.environ.get("PANTILE_COUNTERS_LOG")
     if log:
         pathlib.Path(log).write_text(done.stdout)
-    return split(parse(done.stdout, metrics), names)
+    absent = absent_cases(done.stdout)
+    return split(parse(done.stdout, metrics), [n for n in names if n not in absent]), absent
 
 
 def is_child() -> bool:
     return CHILD in os.environ
 
 
-def run_cases(prepare: Callable[[str], Callable[[], object]]) -> None:
-    """In the process under ncu: `prepare(name)` gives the call to measure."""
+def run_cases(prepare: Callable[[str], Callable[[], object] | str]) -> None:
+    """In the process under ncu: `prepare(name)` gives the call to measure, or why there is none."""
     import torch
 
     cudart = torch.cuda.cudart()
     for name in json.loads(os.environ[CHILD]):
         call = prepare(name)
+        if isinstance(call, str):
+            print(ABSENT + json.dumps({name: call}), flush=True)
+            continue
         for _ in range(2):
             call()
         torch.cuda.synchronize()

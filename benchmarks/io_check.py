@@ -98,7 +98,7 @@ def main() -> None:
     if gpu is None:
         sys.exit(f"{name} is not in the table of pantile.io_model.GPUS")
     try:
-        found = counters.collect(list(CASES), [READ, WRITTEN, TIME])
+        found, _ = counters.collect(list(CASES), [READ, WRITTEN, TIME])
     except counters.CounterError as error:
         sys.exit(str(error))
     rows = rows_of(found, gpu)

@@ -81,6 +81,7 @@ class WorkspaceLender:
         blocks = self._local.__dict__
         block = blocks.get(key)
         if block is None or block.tensor.numel() < size:
+            block = blocks[key] = None  # freed first, or the peak would hold both
             block = blocks[key] = _Block(device, size)
         if block.zero_bytes < zeroed:
             block.tensor[:zeroed].zero_()

@@ -156,21 +156,43 @@ def flash2_forward(shape: Shape, tile_q: int, tile_k: int) -> Traffic:
     return Traffic(shape.rows_bytes + keys, shape.rows_bytes + shape.statistics_bytes)
 
 
-def key_passes(shape: Shape, tile_q: int, gpu: Gpu) -> float:
-    """How often K and V of a head come out of HBM when each multiprocessor holds a tile of rows.
+def _hit_share(before: int, now: int, keys_bytes: float, capacity: float) -> float:
+    """Share of a head's keys that a wave finds in the L2 from the wave before.
 
-    Blocks that run at the same time walk over the same keys together. When K and V of all heads in
-    flight fit the L2, later tiles of the head find them there; when they do not, every wave of
-    blocks streams them again.
+    Between two uses of a key at position p of its head lie the rest of the earlier wave's `before`
+    heads and the first p of this wave's `now`: ((1 - p) before + p now) heads of other data.
     """
-    tiles = -(-shape.seqlen_q // tile_q)
-    heads_in_flight = min(shape.key_heads, -(-gpu.multiprocessors // tiles))
-    keys_of_head = 2 * shape.keys_bytes / shape.key_heads
-    if heads_in_flight * keys_of_head <= gpu.l2_mib * 2**20:
+    first, last = before * keys_bytes, now * keys_bytes
+    if max(first, last) <= capacity:
         return 1.0
-    group = shape.heads // shape.key_heads
-    visited = keys_visited(shape, tile_q, 1) / (tiles * shape.seqlen_k)
-    return max(1.0, visited * group * tiles / gpu.multiprocessors)
+    if min(first, last) > capacity:
+        return 0.0
+    crossing = (capacity - first) / (last - first)
+    return crossing if first < last else 1 - crossing
+
+
+def key_passes(shape: Shape, tile_q: int, gpu: Gpu) -> float:
+    """How often K and V come out of HBM, when each multiprocessor holds one tile of rows.
+
+    Tiles are handed out head by head, a wave of them at a time; the blocks of a wave walk over the
+    keys together. A head that the wave before met too is found in the L2 as far as what was read in
+    between fits. Of the L2 that is half: each of its two partitions keeps its own copy of what both
+    halves of the chip read.
+    """
+    tiles_of_head = -(-shape.seqlen_q // tile_q) * (shape.heads // shape.key_heads)
+    tiles = tiles_of_head * shape.key_heads
+    keys_of_head = 2 * shape.keys_bytes / shape.key_heads
+    capacity = gpu.l2_mib * 2**20 / 2
+    passes, before = 0.0, range(0)
+    for begin in range(0, tiles, gpu.multiprocessors):
+        end = min(begin + gpu.multiprocessors, tiles)
+        heads = range(begin // tiles_of_head, (end - 1) // tiles_of_head + 1)
+        shared = len(set(before) & set(heads))
+        hit = _hit_share(len(before), len(heads), keys_of_head, capacity) if shared else 0.0
+        passes += len(heads) - shared * hit
+        before = heads
+    visited = keys_visited(shape, tile_q, 1) / (-(-shape.seqlen_q // tile_q) * shape.seqlen_k)
+    return max(1.0, passes / shape.key_heads * visited)
 
 
 def pantile_forward(shape: Shape, tile_q: int, gpu: Gpu) -> Traffic:

@@ -101,15 +101,40 @@ def test_flash1_traffic_falls_with_on_chip_memory_as_the_paper_says():
     assert moved[1] / moved[2] == pytest.approx(2, rel=0.02)
 
 
-def test_key_passes():
+def test_keys_come_once_while_they_fit_the_l2():
     gpu = io_model.GPUS["H200"]
-    short = io_model.Shape(4096, 4096, 128, heads=16)
-    assert io_model.key_passes(short, 128, gpu) == 1.0
-    long = io_model.Shape(2**18, 2**18, 128, heads=1)
-    waves = 2**18 / 128 / gpu.multiprocessors
-    assert io_model.key_passes(long, 128, gpu) == pytest.approx(waves)
-    causal = io_model.Shape(2**18, 2**18, 128, heads=1, causal=True)
+    for length in (2048, 4096, 8192):
+        assert io_model.key_passes(io_model.Shape(length, length, 128, heads=64), 128, gpu) == 1.0
+
+
+def test_every_wave_streams_keys_that_do_not_fit():
+    gpu = io_model.GPUS["H200"]
+    shape = io_model.Shape(2**18, 2**18, 128)
+    waves = -(-(2**18 // 128) // gpu.multiprocessors)
+    assert io_model.key_passes(shape, 128, gpu) == waves
+    causal = io_model.Shape(2**18, 2**18, 128, causal=True)
     assert io_model.key_passes(causal, 128, gpu) == pytest.approx(waves / 2, rel=0.01)
+
+
+def test_between_the_two_a_part_of_the_keys_is_found():
+    """Two heads in a wave after one, and an L2 that holds 1.5: half of the keys are still there."""
+    capacity = 1.5
+    assert io_model._hit_share(1, 2, 1.0, capacity) == 0.5
+    assert io_model._hit_share(2, 1, 1.0, capacity) == 0.5
+    assert io_model._hit_share(1, 1, 1.0, capacity) == 1.0
+    assert io_model._hit_share(2, 2, 1.0, capacity) == 0.0
+    middle = io_model.Shape(32768, 32768, 128, heads=16)
+    assert 1.5 < io_model.key_passes(middle, 128, io_model.GPUS["H200"]) < 2.5
+
+
+def test_grouped_heads_share_their_keys():
+    gpu = io_model.GPUS["H200"]
+    grouped = io_model.Shape(4096, 4096, 128, heads=64, heads_k=16)
+    assert io_model.key_passes(grouped, 128, gpu) == 1.0
+    assert io_model.pantile_forward(grouped, 128, gpu).read_bytes == (
+        grouped.rows_bytes + 2 * grouped.keys_bytes
+    )
+    assert grouped.keys_bytes == grouped.rows_bytes / 4
 
 
 def test_one_tile_moves_everything_once():

@@ -9,10 +9,12 @@ import zlib
 
 import compare
 import counters
+import io_check
 import plot
 import pytest
-
-pytest.importorskip("pantile")
+import utilisation
+from pantile import io_model
+from pantile.bench import peers, sweep
 
 # ---- compare
 
@@ -200,6 +202,12 @@ def test_reads_the_csv_of_ncu_and_tells_the_cases_apart():
     ]
 
 
+def test_absent_cases_are_read_from_the_output():
+    line = counters.ABSENT + json.dumps({"FA3": "FA3_SO is not set"})
+    assert counters.absent_cases(f"==PROF== 1\n{line}\n{NCU}") == {"FA3": "FA3_SO is not set"}
+    assert counters.absent_cases(NCU) == {}
+
+
 def test_missing_counters_are_an_error(monkeypatch):
     with pytest.raises(counters.CounterError, match="no permission"):
         counters.parse("==ERROR== no permission\n", METRICS)
@@ -208,3 +216,55 @@ def test_missing_counters_are_an_error(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(counters.CounterError, match="ncu is not on the PATH"):
         counters.collect(["a"], METRICS)
+
+
+# ---- utilisation and io_check: from launches to rows
+
+
+def test_the_longest_kernel_of_a_call_is_shown():
+    launches = [
+        {"kernel": "prepare"} | dict.fromkeys(utilisation.METRICS, 10.0),
+        {"kernel": "main"} | dict.fromkeys(utilisation.METRICS, 40.0),
+    ]
+    launches[1] |= {
+        utilisation.CONFLICTS: 3.0,
+        utilisation.WAVEFRONTS: 300.0,
+        utilisation.CYCLES: 60.0,
+        utilisation.PERCENT["MUFU"]: None,
+    }
+    row = utilisation.row_of("pantile|backward|bfloat16|64|full", launches)
+    assert (row["kernel"], row["case"]) == ("main", "bf16 backward d64 full")
+    assert (row["bank_conflicts"], row["ghz"]) == (0.01, 1.5)
+    assert row["percent"]["tensor"] == 40.0
+    assert row["percent"]["MUFU"] is None
+
+
+def test_every_case_of_the_utilisation_report_is_well_formed():
+    names = utilisation.case_names()
+    assert len(set(names)) == len(names)
+    for name in names:
+        implementation, what, dtype, head_dim, _ = name.split("|")
+        assert implementation in (utilisation.OURS, utilisation.GEMM, *peers.GPU_PEERS)
+        assert what in ("forward", "backward")
+        assert dtype in sweep.DTYPES
+        assert 2048 % int(head_dim) == 0 or implementation == utilisation.GEMM
+
+
+def test_io_rows_compare_the_sum_with_the_model(monkeypatch):
+    traffic = io_model.Traffic(60.0, 40.0)
+    monkeypatch.setattr(io_check, "predicted", lambda name, gpu: traffic)
+    launches = [
+        {"kernel": "a", io_check.READ: 50.0, io_check.WRITTEN: 20.0, io_check.TIME: 1e6},
+        {"kernel": "b", io_check.READ: 20.0, io_check.WRITTEN: 20.0, io_check.TIME: 2e6},
+    ]
+    (row,) = io_check.rows_of({"textbook 2048": launches}, io_model.GPUS["H200"])
+    assert (row["kernels"], row["read_bytes"], row["written_bytes"]) == (2, 70.0, 40.0)
+    assert (row["ratio"], row["ms"]) == (1.1, 3.0)
+
+
+def test_io_cases_dwarf_the_l2():
+    gpu = io_model.GPUS["H200"]
+    for kind, length, heads in io_check.CASES.values():
+        shape = io_model.Shape(length, length, io_check.HEAD_DIM, heads)
+        moved = shape.scores_bytes if kind == "textbook" else 2 * shape.rows_bytes
+        assert moved > 4 * gpu.l2_mib * 2**20

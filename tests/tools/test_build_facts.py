@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -40,7 +41,6 @@ def test_columns_keep_each_other():
 
 
 def test_public_figures_name_their_source():
-    import json
 
     public = json.loads(build_facts.PUBLIC.read_text())
     for name in public:
