@@ -38,7 +38,7 @@ def read_rows() -> list[Row]:
     scaling = (ROOT / "cpp/core/scaling.h").read_text()
     largest_fp8 = re.search(r"kMaxFp8Dim = (\d+)", scaling)
     for backend, way, dtype in re.findall(
-        r'(cpu|reference)_(forward|backward|quantize)\("\w+", DType::(\w+)\)', table
+        r'(cpu|reference)_(forward|backward|quantize)\w*\("\w+", DType::(\w+)\)', table
     ):
         most = largest_fp8 if way == "quantize" or dtype == "e4m3" else largest
         rows.append((backend, way, dtype, f"1 to {most[1]}", "any"))

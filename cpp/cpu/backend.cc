@@ -275,6 +275,29 @@ Status run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void*
                    aligned(forward_scratch(job, nullptr).bytes));
 }
 
+void configure_forward_fp8(ForwardPlan* plan) {
+  plan->tile_q = kFp8Rows;
+  plan->tile_k = plan->problem.fp8.block_k;
+  const Fp8ForwardJob job = fp8_forward_job(*plan, ForwardTensors());
+  plan->blocks = job.order.count();
+  plan->workspace.bytes =
+      static_cast<std::size_t>(workers_for(plan->problem, plan->device, plan->blocks)) *
+      aligned(fp8_scratch(job, nullptr).bytes);
+}
+
+Status run_forward_fp8(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
+                       void*) {
+  const Status status = check_isa(plan.device);
+  if (!status.ok()) {
+    return status;
+  }
+  const Fp8ForwardJob job = fp8_forward_job(plan, tensors);
+  clear_outside(job, plan.problem);
+  return run_items(job, kernels_for(plan.device.isa).forward_fp8, plan.blocks,
+                   workers_for(plan.problem, plan.device, plan.blocks), workspace,
+                   aligned(fp8_scratch(job, nullptr).bytes));
+}
+
 Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
                        const DeviceProps& device) {
   return accept_problem(row, problem.forward, device);
@@ -317,6 +340,22 @@ void configure_reference_forward(ForwardPlan* plan) {
   plan->workspace.bytes =
       static_cast<std::size_t>(workers_for(plan->problem, plan->device, plan->blocks)) *
       aligned(static_cast<std::size_t>(doubles) * sizeof(double));
+}
+
+Status reference_forward_fp8(const ForwardPlan& plan, const ForwardTensors& tensors,
+                             void* workspace, void*) {
+  const Fp8ForwardJob job = fp8_forward_job(plan, tensors);
+  clear_outside(job, plan.problem);
+  const std::int64_t doubles = reference_forward_doubles(static_cast<int>(plan.problem.seqlen_k));
+  const auto rows = [](const Fp8ForwardJob& j, int item, void* scratch) {
+    const core::WorkTile work = j.order.tile(item);
+    const int begin = work.tile * kReferenceRows;
+    reference_fp8_rows(j, work.batch, work.head, core::Span{begin, begin + kReferenceRows},
+                       static_cast<double*>(scratch));
+  };
+  return run_items<Fp8ForwardJob>(job, rows, plan.blocks,
+                                  workers_for(plan.problem, plan.device, plan.blocks), workspace,
+                                  aligned(static_cast<std::size_t>(doubles) * sizeof(double)));
 }
 
 Status reference_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,

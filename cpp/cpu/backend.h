@@ -15,6 +15,10 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
 void configure_forward(ForwardPlan* plan);
 Status run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
                    void* stream);
+// FP8: accepted like any forward.
+void configure_forward_fp8(ForwardPlan* plan);
+Status run_forward_fp8(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
+                       void* stream);
 Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
                        const DeviceProps& device);
 void configure_backward(BackwardPlan* plan);
@@ -24,6 +28,9 @@ Status run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, vo
 // Textbook attention in double, one row at a time: the oracle of every test.
 Status reference_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
                          void* stream);
+// Exact arithmetic on FP8 operands: what is left of an FP8 kernel's error is its own.
+Status reference_forward_fp8(const ForwardPlan& plan, const ForwardTensors& tensors,
+                             void* workspace, void* stream);
 Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
                           void* stream);
 void configure_reference_forward(ForwardPlan* plan);

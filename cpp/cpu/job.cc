@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "pantile/quantize.h"
+
 namespace pantile::cpu {
 namespace {
 
@@ -113,6 +115,18 @@ BackwardJob backward_job(const BackwardPlan& plan, const BackwardTensors& tensor
   job.key_order = tile_order(problem, problem.seqlen_k, job.item_keys, problem.heads_k,
                              core::max_of(plan.device.threads, 1), core::TileDirection::ascending);
   job.row_tiles = static_cast<int>(core::ceil_div<std::int64_t>(problem.seqlen_q, kBackwardRows));
+  return job;
+}
+
+Fp8ForwardJob fp8_forward_job(const ForwardPlan& plan, const ForwardTensors& tensors) {
+  const QuantizedSizes sizes = quantized_sizes(plan.problem);
+  Fp8ForwardJob job;
+  static_cast<ForwardJob&>(job) = forward_job(plan, tensors);
+  job.dtype = plan.problem.fp8.output;
+  job.format = plan.problem.fp8;
+  job.tensors = tensors.fp8;
+  job.blocks_q = sizes.blocks_q;
+  job.blocks_k = sizes.blocks_k;
   return job;
 }
 

@@ -11,6 +11,7 @@
 #include "core/tile_order.h"
 #include "pantile/device.h"
 #include "pantile/dtype.h"
+#include "pantile/problem.h"
 
 namespace pantile::cpu {
 
@@ -53,6 +54,13 @@ struct ForwardJob : Job {
   RowValues lse;
   int item_rows = 0;      // a multiple of kForwardRows
   core::TileOrder order;  // tiles of item_rows rows
+};
+
+// FP8 operands in the forms of pantile/quantize.h: q, k and v hold codes. `dtype` is that of O.
+struct Fp8ForwardJob : ForwardJob {
+  Fp8Format format;
+  Fp8Tensors tensors;
+  std::int64_t blocks_q = 0, blocks_k = 0;  // of 128 rows, of one head
 };
 
 struct BackwardJob : Job {
@@ -132,6 +140,38 @@ PANTILE_HD ForwardScratch forward_scratch(const ForwardJob& job, void* base) {
   return scratch;
 }
 
+// The FP8 forward works on kFp8Rows query rows and one scale block of keys at a time.
+inline constexpr int kFp8Rows = 96;
+inline constexpr int kFp8Keys = 128;  // at most
+inline constexpr int kRegisterRows =
+    12;  // of the tallest register block: products write whole ones
+
+struct Fp8Scratch {
+  float* keys;     // K tile, A operand [keys][dim]
+  float* values;   // V^T tile, A operand [dim_v][keys]
+  float* queries;  // Q^T, B operand [dim][kFp8Rows]
+  float* scores;   // S^T [keys][kFp8Rows]
+  float* weights;  // P^T [keys][kFp8Rows], keys in the order of V's columns
+  float* part;     // (P V)^T of one tile [dim_v][kFp8Rows]
+  float* outputs;  // O^T before normalisation [dim_v][kFp8Rows]
+  std::size_t bytes;
+};
+
+PANTILE_HD Fp8Scratch fp8_scratch(const Fp8ForwardJob& job, void* base) {
+  const std::int64_t rows_v = core::round_up(job.dim_v, kRegisterRows) + kRegisterRows;
+  Carver carver(base);
+  Fp8Scratch scratch{};
+  scratch.keys = carver.take<float>((kFp8Keys + kRegisterRows) * padded(job.dim));
+  scratch.values = carver.take<float>(rows_v * kFp8Keys);
+  scratch.queries = carver.take<float>(std::int64_t{padded(job.dim)} * kFp8Rows);
+  scratch.scores = carver.take<float>((kFp8Keys + kRegisterRows) * kFp8Rows);
+  scratch.weights = carver.take<float>(kFp8Keys * kFp8Rows);
+  scratch.part = carver.take<float>(rows_v * kFp8Rows);
+  scratch.outputs = carver.take<float>(rows_v * kFp8Rows);
+  scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
+  return scratch;
+}
+
 struct BackwardScratch {
   void* keys;            // K^T, for each subtile a B operand [dim][kBackwardKeys]
   void* keys_summed;     // K, B operand summed over keys [item_keys][dim]
@@ -182,6 +222,7 @@ struct KernelTable {
   void (*forward)(const ForwardJob& job, int item, void* scratch);
   void (*prepare_backward)(const BackwardJob& job, int item, void*);  // work ids of row_order
   void (*backward)(const BackwardJob& job, int item, void* scratch);  // of key_order
+  void (*forward_fp8)(const Fp8ForwardJob& job, int item, void* scratch);
 };
 
 namespace baseline {

@@ -20,4 +20,8 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
 // are computed again, not read.
 void reference_backward_head(const BackwardJob& job, int batch, int key_head, double* scratch);
 
+// The forward on FP8 operands, likewise.
+void reference_fp8_rows(const Fp8ForwardJob& job, int batch, int head, core::Span rows,
+                        double* scratch);
+
 }  // namespace pantile::cpu

@@ -51,6 +51,25 @@ constexpr ForwardRow reference_forward(const char* name, DType dtype) {
           cpu::configure_reference_forward, cpu::reference_forward};
 }
 
+constexpr KernelInfo fp8_info(const char* name, Backend backend, Pass pass, DType dtype) {
+  return {name, backend, pass, dtype, core::kMaxFp8Dim, core::kMaxFp8Dim, MaskKind::any, true};
+}
+
+constexpr ForwardRow cpu_forward_fp8(const char* name, DType dtype) {
+  return {fp8_info(name, Backend::cpu, Pass::forward, dtype), cpu::accept_forward,
+          cpu::configure_forward_fp8, cpu::run_forward_fp8};
+}
+
+constexpr ForwardRow reference_forward_fp8(const char* name, DType dtype) {
+  return {fp8_info(name, Backend::reference, Pass::forward, dtype), cpu::accept_forward,
+          cpu::configure_reference_forward, cpu::reference_forward_fp8};
+}
+
+constexpr QuantizeRow cpu_quantize(const char* name, DType dtype) {
+  return {fp8_info(name, Backend::cpu, Pass::quantize, dtype), cpu::accept_quantize,
+          cpu::configure_quantize, cpu::run_quantize};
+}
+
 constexpr BackwardRow cpu_backward(const char* name, DType dtype) {
   return {cpu_info(name, Backend::cpu, Pass::backward, dtype), cpu::accept_backward,
           cpu::configure_backward, cpu::run_backward};
@@ -59,14 +78,6 @@ constexpr BackwardRow cpu_backward(const char* name, DType dtype) {
 constexpr BackwardRow reference_backward(const char* name, DType dtype) {
   return {cpu_info(name, Backend::reference, Pass::backward, dtype), cpu::accept_backward,
           cpu::configure_reference_backward, cpu::reference_backward};
-}
-
-constexpr QuantizeRow cpu_quantize(const char* name, DType dtype) {
-  return {{name, Backend::cpu, Pass::quantize, dtype, core::kMaxFp8Dim, core::kMaxFp8Dim,
-           MaskKind::any, true},
-          cpu::accept_quantize,
-          cpu::configure_quantize,
-          cpu::run_quantize};
 }
 
 constexpr ForwardRow kForwardRows[] = {
@@ -80,9 +91,11 @@ constexpr ForwardRow kForwardRows[] = {
     cpu_forward("cpu_forward_f32", DType::f32),
     cpu_forward("cpu_forward_f16", DType::f16),
     cpu_forward("cpu_forward_bf16", DType::bf16),
+    cpu_forward_fp8("cpu_forward_e4m3", DType::e4m3),
     reference_forward("reference_forward_f32", DType::f32),
     reference_forward("reference_forward_f16", DType::f16),
     reference_forward("reference_forward_bf16", DType::bf16),
+    reference_forward_fp8("reference_forward_e4m3", DType::e4m3),
 };
 
 constexpr BackwardRow kBackwardRows[] = {

@@ -4,6 +4,7 @@
 
 #include "cpu/isa/backward.h"
 #include "cpu/isa/forward.h"
+#include "cpu/isa/forward_fp8.h"
 
 namespace pantile::cpu::PANTILE_ISA {
 namespace {
@@ -32,8 +33,12 @@ void run_backward(const BackwardJob& job, int item, void* scratch) {
   backward<FloatMath>(job, item, scratch);
 }
 
+void run_forward_fp8(const Fp8ForwardJob& job, int item, void* scratch) {
+  forward_fp8(job, item, scratch);
+}
+
 }  // namespace
 
-const KernelTable kKernels = {run_forward, run_prepare, run_backward};
+const KernelTable kKernels = {run_forward, run_prepare, run_backward, run_forward_fp8};
 
 }  // namespace pantile::cpu::PANTILE_ISA
