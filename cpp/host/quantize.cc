@@ -23,8 +23,8 @@ QuantizedSizes quantized_sizes(const ForwardProblem& p) {
   sizes.codes_q = p.heads_q * kRows * sizes.blocks_q * dim;
   sizes.codes_k = p.heads_k * kRows * sizes.blocks_k * dim;
   sizes.codes_v = p.heads_k * kRows * sizes.blocks_k * p.head_dim_v;
-  sizes.scale_q = p.heads_q * kRows * sizes.blocks_q / p.fp8.block_q;
-  sizes.scale_kv = 2 * p.heads_k * kRows * sizes.blocks_k / p.fp8.block_k;
+  sizes.scale_q = p.heads_q * kRows * sizes.blocks_q / core::max_of(p.fp8.block_q, 1);
+  sizes.scale_kv = 2 * p.heads_k * kRows * sizes.blocks_k / core::max_of(p.fp8.block_k, 1);
   sizes.nonfinite_v = p.heads_k * sizes.blocks_k * p.head_dim_v * (kRows / 32);
   if (p.fp8.smooth_k) {
     sizes.q_dot_mean = p.heads_q * kRows * sizes.blocks_q;

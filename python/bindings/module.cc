@@ -10,10 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "fp8.h"
 #include "pantile/pantile.h"
 #include "planner.h"
 #include "request.h"
-#include "scratch.h"
+#include "runs.h"
 #include "tensor_view.h"
 
 namespace nb = nanobind;
@@ -22,100 +23,7 @@ using namespace nb::literals;
 namespace pantile::python {
 namespace {
 
-// ---- runs ------------------------------------------------------------------------------------
-
-void* stream_of(Device device) {
-  void* stream = nullptr;  // without a framework: the default stream
-  if (device.type == DeviceType::cuda && hooks().exchange != nullptr) {
-    if (hooks().exchange->current_work_stream(dlpack::kCuda, device.index, &stream) != 0) {
-      throw nb::python_error();
-    }
-  } else if (device.type == DeviceType::cuda && hooks().current_stream != nullptr) {
-    const nb::object answer = nb::handle(hooks().current_stream)(device.index);
-    stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(answer));
-  }
-  return stream;
-}
-
-// Workspace of one run. `owner` keeps CUDA memory alive until the launch is in the stream.
-struct Lent {
-  nb::object owner;
-  void* pointer = nullptr;
-};
-
-Lent lend(const Workspace& needed, Device device, void* stream, Pass pass) {
-  Lent lent;
-  if (needed.bytes == 0) {
-    return lent;
-  }
-  if (device.type == DeviceType::cpu) {
-    lent.pointer = cpu_scratch().lend(needed);
-    return lent;
-  }
-  if (hooks().lend_workspace == nullptr) {
-    throw std::runtime_error("workspace on a CUDA device needs torch, which is not loaded");
-  }
-  lent.owner =
-      nb::handle(hooks().lend_workspace)(device.index, reinterpret_cast<std::uintptr_t>(stream),
-                                         pass_name(pass), needed.bytes, needed.zeroed_bytes);
-  lent.pointer = read_tensor(lent.owner, "workspace").data;
-  return lent;
-}
-
-Status run_plan(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
-                void* stream) {
-  return run_forward(plan, tensors, workspace, stream);
-}
-Status run_plan(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
-                void* stream) {
-  return run_backward(plan, tensors, workspace, stream);
-}
-
-// cu_seqlens and seqused that lie in host memory are checked on every call: that costs no
-// synchronization, and a wrong entry would make a kernel read outside its tensors.
-void check_host_sequences(const Request& request) {
-  const ForwardProblem& problem = request.problem;
-  const bool any = request.packed || problem.has_seqused_q || problem.has_seqused_k;
-  if (any && request.device.type == DeviceType::cpu) {
-    raise_unless_ok(check_sequences(problem, request.tensors));
-  }
-}
-
-// Plans and runs. The answer is 0 when that was done, or the inputs (copy bits) that must be copied
-// before any kernel accepts; nothing has been launched then.
-template <class Plan, class Problem, class Tensors>
-unsigned plan_and_run(const Request& request, Problem* problem, const Tensors& tensors, Pass pass,
-                      std::initializer_list<Operand> operands) {
-  if (const unsigned copies = inexpressible(operands); copies != 0) {
-    return copies;
-  }
-  check_host_sequences(request);
-  const DeviceProps device = properties_of(request.device);
-  Status status;
-  const Plan* found = plan_cache<Problem, Plan>().find(*problem, device, request.options, &status);
-  if (found == nullptr && status.code() == StatusCode::unsupported) {
-    const unsigned copies = copies_that_help(operands, [&] {
-      Plan plan;
-      return make_plan(*problem, device, request.options, &plan).ok();
-    });
-    if (copies != 0) {
-      return copies;
-    }
-  }
-  raise_unless_ok(status);
-  const Plan plan = *found;  // the cache may change while the GIL is released
-  void* stream = stream_of(request.device);
-  const Lent workspace = lend(plan.workspace, request.device, stream, pass);
-  {
-    nb::gil_scoped_release unlocked;
-    status = run_plan(plan, tensors, workspace.pointer, stream);
-  }
-  if (request.device.type == DeviceType::cpu) {
-    cpu_scratch().trim();
-  }
-  raise_unless_ok(status);
-  return 0;
-}
+// ---- calls -----------------------------------------------------------------------------------
 
 unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
                  nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqused_q,
@@ -244,64 +152,6 @@ void check_sequence_contents(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, n
 }
 
 // ---- explanations ----------------------------------------------------------------------------
-
-int explain_problem(const ForwardProblem& problem, const DeviceProps& device,
-                    const PlanOptions& options, Verdict* verdicts, int capacity) {
-  return explain_forward(problem, device, options, verdicts, capacity);
-}
-int explain_problem(const BackwardProblem& problem, const DeviceProps& device,
-                    const PlanOptions& options, Verdict* verdicts, int capacity) {
-  return explain_backward(problem, device, options, verdicts, capacity);
-}
-
-nb::list verdict_list(const std::vector<Verdict>& verdicts) {
-  nb::list rows;
-  for (const Verdict& verdict : verdicts) {
-    nb::dict row;
-    row["kernel"] = verdict.kernel->name;
-    row["backend"] = backend_name(verdict.kernel->backend);
-    row["chosen"] = verdict.chosen;
-    row["reason"] = verdict.reason.message();  // empty: the row would serve
-    rows.append(row);
-  }
-  return rows;
-}
-
-// What one pass would do: {"copies": copy bits, "kernel": name or None, "reason", "tile_q",
-// "tile_k", "blocks", "workspace_bytes", "rows": a verdict for each row of the table}. Everything
-// but "copies" describes the problem after those copies.
-template <class Plan, class Problem>
-nb::dict explain_pass(const Request& request, Problem* problem,
-                      std::initializer_list<Operand> operands) {
-  unsigned copies = inexpressible(operands);
-  const DeviceProps device = properties_of(request.device);
-  Plan plan;
-  Status status = make_plan(*problem, device, request.options, &plan);
-  if (status.code() == StatusCode::unsupported) {
-    copies |= copies_that_help(operands, [&] {
-      Plan candidate;
-      return make_plan(*problem, device, request.options, &candidate).ok();
-    });
-    status = make_plan(*problem, device, request.options, &plan);
-  }
-  if (status.code() == StatusCode::invalid_argument) {
-    raise_unless_ok(status);
-  }
-  std::vector<Verdict> verdicts(static_cast<std::size_t>(kernel_count()));
-  const int rows = explain_problem(*problem, device, request.options, verdicts.data(),
-                                   static_cast<int>(verdicts.size()));
-  verdicts.resize(static_cast<std::size_t>(rows));
-  nb::dict answer;
-  answer["copies"] = copies;
-  answer["rows"] = verdict_list(verdicts);
-  answer["reason"] = status.message();
-  answer["kernel"] = status.ok() ? nb::object(nb::str(plan.kernel->name)) : nb::none();
-  answer["tile_q"] = plan.tile_q;
-  answer["tile_k"] = plan.tile_k;
-  answer["blocks"] = plan.blocks;
-  answer["workspace_bytes"] = plan.workspace.bytes;
-  return answer;
-}
 
 // Both passes; the backward is described for gradients as autograd makes them, contiguous.
 nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlens_q,
@@ -433,6 +283,19 @@ NB_MODULE(_C, module) {
              "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
              "max_seqlen_k"_a, "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a,
              "deterministic"_a);
+  module.def("quantize", &py::quantize, "q"_a, "k"_a, "v"_a, "descale_q"_a.none(),
+             "descale_k"_a.none(), "descale_v"_a.none(), "operands"_a, "cu_seqlens_q"_a.none(),
+             "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
+             "max_seqlen_k"_a, "block_q"_a, "block_k"_a, "hadamard"_a, "smooth_k"_a, "backend"_a);
+  module.def("forward_fp8", &py::forward_fp8, "operands"_a, "o"_a, "lse"_a.none(), "head_dim"_a,
+             "keys"_a, "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(), "seqused_q"_a.none(),
+             "seqused_k"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a, "scale"_a.none(),
+             "window_left"_a, "window_right"_a, "backend"_a, "block_q"_a, "block_k"_a, "smooth_k"_a,
+             "exp"_a);
+  module.def("explain_fp8", &py::explain_fp8, "q"_a, "k"_a, "v"_a, "cu_seqlens_q"_a.none(),
+             "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
+             "max_seqlen_k"_a, "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a,
+             "block_q"_a, "block_k"_a, "hadamard"_a, "smooth_k"_a, "exp"_a);
   module.def("check_sequences", &py::check_sequence_contents, "cu_seqlens_q"_a, "cu_seqlens_k"_a,
              "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a,
              "total_q"_a, "total_k"_a);

@@ -97,6 +97,14 @@ class PlanKey {
     }
     append(device, options);
   }
+  PlanKey(const QuantizeProblem& problem, const DeviceProps& device, const PlanOptions& options) {
+    append(problem.forward);
+    add({static_cast<std::int64_t>(problem.dtype), problem.hadamard});
+    for (const Layout* layout : {&problem.q, &problem.k, &problem.v}) {
+      append(*layout);
+    }
+    append(device, options);
+  }
 
   bool operator==(const PlanKey& other) const { return fields_ == other.fields_; }
 
@@ -129,6 +137,8 @@ class PlanKey {
     for (const Layout* layout : {&p.q, &p.k, &p.v, &p.o}) {
       append(*layout);
     }
+    add({static_cast<std::int64_t>(p.fp8.output), static_cast<std::int64_t>(p.fp8.exp),
+         p.fp8.block_q, p.fp8.block_k, p.fp8.smooth_k});
   }
 
   void append(const DeviceProps& device, const PlanOptions& options) {
@@ -136,7 +146,7 @@ class PlanKey {
          static_cast<std::int64_t>(device.isa), static_cast<std::int64_t>(options.backend)});
   }
 
-  std::array<std::int64_t, 64> fields_{};
+  std::array<std::int64_t, 96> fields_{};
   int count_ = 0;
 };
 
@@ -148,6 +158,11 @@ inline Status make_plan(const ForwardProblem& problem, const DeviceProps& device
 inline Status make_plan(const BackwardProblem& problem, const DeviceProps& device,
                         const PlanOptions& options, BackwardPlan* plan) {
   return plan_backward(problem, device, options, plan);
+}
+
+inline Status make_plan(const QuantizeProblem& problem, const DeviceProps& device,
+                        const PlanOptions& options, QuantizePlan* plan) {
+  return plan_quantize(problem, device, options, plan);
 }
 
 inline std::string plan_text(const ForwardProblem& p, const KernelInfo& kernel, int tile_q,
@@ -168,6 +183,9 @@ inline const ForwardProblem& forward_part(const ForwardProblem& problem) {
   return problem;
 }
 inline const ForwardProblem& forward_part(const BackwardProblem& problem) {
+  return problem.forward;
+}
+inline const ForwardProblem& forward_part(const QuantizeProblem& problem) {
   return problem.forward;
 }
 

@@ -26,6 +26,7 @@ struct Settings {
   std::int64_t window_left;
   std::int64_t window_right;
   const char* backend;
+  bool takes_codes = false;  // whether q, k and v may be float8_e4m3fn
 };
 
 inline Backend parse_backend(const char* text) {
@@ -41,7 +42,7 @@ inline Backend parse_backend(const char* text) {
   raise_value_error("backend is '%s'; it must be one of %s", text, allowed.c_str());
 }
 
-inline DType parse_dtype(const TensorView& view) {
+inline DType parse_dtype(const TensorView& view, bool takes_codes) {
   if (view.code == dlpack::kFloat && view.bits == 32) {
     return DType::f32;
   }
@@ -51,8 +52,15 @@ inline DType parse_dtype(const TensorView& view) {
   if (view.code == dlpack::kBfloat && view.bits == 16) {
     return DType::bf16;
   }
-  raise_type_error("%s has dtype %s; it must be float32, float16 or bfloat16", view.name,
-                   dtype_text(view.code, view.bits).c_str());
+  const bool codes = view.code == dlpack::kFloat8E4M3FN;
+  if (codes && takes_codes) {
+    return DType::e4m3;
+  }
+  raise_type_error("%s has dtype %s; it must be float32, float16 or bfloat16%s", view.name,
+                   dtype_text(view.code, view.bits).c_str(),
+                   takes_codes ? " or float8_e4m3fn"
+                   : codes     ? "; pantile.quantize takes it, with descales"
+                               : "");
 }
 
 inline Device parse_device(const TensorView& view) {
@@ -229,7 +237,7 @@ inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Sett
   request.k = read_tensor(k, "k");
   request.v = read_tensor(v, "v");
   ForwardProblem& problem = request.problem;
-  problem.dtype = parse_dtype(request.q);
+  problem.dtype = parse_dtype(request.q, settings.takes_codes);
   require_like(request.k, request.q);
   require_like(request.v, request.q);
   request.device = parse_device(request.q);

@@ -74,6 +74,71 @@ def explain(
 ) -> tuple[dict, dict]:
     """Forward and backward, in the fields of pantile.PassExplanation."""
 
+def quantize(
+    q: Any,
+    k: Any,
+    v: Any,
+    descale_q: Any | None,
+    descale_k: Any | None,
+    descale_v: Any | None,
+    operands: tuple,
+    cu_seqlens_q: Any | None,
+    cu_seqlens_k: Any | None,
+    seqused_q: Any | None,
+    seqused_k: Any | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_q: int,
+    block_k: int,
+    hadamard: bool,
+    smooth_k: bool,
+    backend: str,
+) -> int:
+    """Writes into the operands, in the order of pantile.Quantized. Copy bits: q 1, k 2, v 4."""
+
+def forward_fp8(
+    operands: tuple,
+    o: Any,
+    lse: Any | None,
+    head_dim: int,
+    keys: int,
+    cu_seqlens_q: Any | None,
+    cu_seqlens_k: Any | None,
+    seqused_q: Any | None,
+    seqused_k: Any | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None,
+    window_left: int,
+    window_right: int,
+    backend: str,
+    block_q: int,
+    block_k: int,
+    smooth_k: bool,
+    exp: str,
+) -> None: ...
+def explain_fp8(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any | None,
+    cu_seqlens_k: Any | None,
+    seqused_q: Any | None,
+    seqused_k: Any | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None,
+    window_left: int,
+    window_right: int,
+    backend: str,
+    block_q: int,
+    block_k: int,
+    hadamard: bool,
+    smooth_k: bool,
+    exp: str,
+) -> tuple[dict, dict]:
+    """Quantising and the forward, in the fields of pantile.PassExplanation."""
+
 def check_sequences(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,

@@ -10,13 +10,16 @@ Import torch first, or call :func:`load_torch` after importing it, if the operat
 from pantile._attention import attention, explain, load_torch, varlen_attention
 from pantile._C import UnsupportedError, __version__
 from pantile._explain import Explanation, PassExplanation, Verdict
+from pantile._fp8 import quantize
 from pantile._info import build_info, cuda_reason, devices, kernels
 from pantile._options import Options, configure_logging
+from pantile._quantized import Quantized
 
 __all__ = [
     "Explanation",
     "Options",
     "PassExplanation",
+    "Quantized",
     "UnsupportedError",
     "Verdict",
     "__version__",
@@ -27,6 +30,7 @@ __all__ = [
     "explain",
     "kernels",
     "load_torch",
+    "quantize",
     "varlen_attention",
 ]
 

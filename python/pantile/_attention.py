@@ -6,9 +6,14 @@ import numbers
 import sys
 from typing import Any
 
-from pantile._explain import Explanation, explain_call
+from pantile._explain import Explanation, explain_call, explain_fp8_call
 from pantile._masks import window_bounds
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
+from pantile._quantized import Quantized
+
+# What Options(fp8=True) makes of its inputs: rows to a scale in Q, keys to a scale, Hadamard
+# rotation, K smoothing.
+FP8_FORMAT = (128, 128, True, True)
 
 # pantile._ops once torch has been seen; importing pantile does not import torch.
 _torch_ops = None
@@ -18,7 +23,7 @@ def load_torch() -> None:
     """Registers the torch operators, if the program has imported torch."""
     global _torch_ops
     if _torch_ops is None and "torch" in sys.modules:
-        from pantile import _ops
+        from pantile import _fp8_ops, _ops  # noqa: F401 (registers its operators)
 
         _torch_ops = _ops
 
@@ -62,6 +67,31 @@ def _length(name: str, value: object) -> int:
     return value.__index__()  # a NumPy integer, or a tensor of one element, which waits for it
 
 
+def _call(q, k, v, settings, options: Options, deterministic, return_lse):
+    """To the operator that serves the call."""
+    flags = deterministic, options.checked, return_lse
+    if type(q) is Quantized:
+        if k is not None or v is not None:
+            raise TypeError("k and v are set; they must be left out when q is pantile.Quantized")
+        return _fp8_ops().attention(q, settings, options.fp8_exp, *flags)
+    engine = _engine(q)
+    if not options.fp8:
+        return engine.attention(q, k, v, settings, *flags)
+    _require_torch(engine)
+    return _fp8_ops().quantized_attention(q, k, v, settings, FP8_FORMAT, options.fp8_exp, *flags)
+
+
+def _fp8_ops() -> Any:
+    from pantile import _fp8_ops
+
+    return _fp8_ops
+
+
+def _require_torch(engine: Any) -> None:
+    if engine is not _torch_ops:
+        raise TypeError("q is a numpy.ndarray; FP8 needs a torch.Tensor")
+
+
 def _dense_settings(causal, window, scale, options: Options) -> tuple:
     left, right = window_bounds(causal, window)
     return (None, None, None, None, 0, 0, _scale(scale), left, right, options.backend)
@@ -69,8 +99,8 @@ def _dense_settings(causal, window, scale, options: Options) -> tuple:
 
 def attention(
     q,
-    k,
-    v,
+    k=None,
+    v=None,
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -86,7 +116,8 @@ def attention(
 
     Args:
         q: ``[batch, seqlen_q, heads_q, head_dim]``; float32, float16 or bfloat16; a torch tensor
-            on the CPU or a CUDA device, or a NumPy array (CPU, forward only).
+            on the CPU or a CUDA device, or a NumPy array (CPU, forward only). Or FP8 operands
+            of :func:`quantize`, alone: dense or packed, o in bfloat16 or float16.
         k: ``[batch, seqlen_k, heads_k, head_dim]``, dtype and device of q. ``heads_q`` must be a
             multiple of ``heads_k``: query head h attends with key head ``h // (heads_q //
             heads_k)`` (grouped-query attention).
@@ -114,7 +145,7 @@ def attention(
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     settings = _dense_settings(causal, window, scale, options)
     _check_flags(return_lse, deterministic)
-    return _engine(q).attention(q, k, v, settings, deterministic, options.checked, return_lse)
+    return _call(q, k, v, settings, options, deterministic, return_lse)
 
 
 def _packed_settings(
@@ -149,12 +180,12 @@ def _packed_settings(
 
 def varlen_attention(
     q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    k=None,
+    v=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
     *,
     seqused_q=None,
     seqused_k=None,
@@ -168,7 +199,8 @@ def varlen_attention(
     """:func:`attention` over sequences of different lengths, packed one after the other.
 
     Args:
-        q: ``[total_q, heads_q, head_dim]``.
+        q: ``[total_q, heads_q, head_dim]``; or FP8 operands of :func:`quantize`, alone, which know
+            their sequences.
         k, v: ``[total_k, heads_k, head_dim]`` and ``[total_k, heads_k, head_dim_v]``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]`` on the device of q: sequence b holds rows
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. They start at 0, never decrease and end at
@@ -187,6 +219,12 @@ def varlen_attention(
         As :func:`attention`.
     """
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
+    if type(q) is Quantized:
+        if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
+            raise TypeError("q is pantile.Quantized, which knows its sequences; leave theirs out")
+        settings = _dense_settings(causal, window, scale, options)
+        _check_flags(return_lse, deterministic)
+        return _call(q, k, v, settings, options, deterministic, return_lse)
     settings = _packed_settings(
         cu_seqlens_q,
         cu_seqlens_k,
@@ -200,7 +238,7 @@ def varlen_attention(
         options,
     )
     _check_flags(return_lse, deterministic)
-    return _engine(q).attention(q, k, v, settings, deterministic, options.checked, return_lse)
+    return _call(q, k, v, settings, options, deterministic, return_lse)
 
 
 def explain(
@@ -246,5 +284,11 @@ def explain(
             scale,
             options,
         )
-    operands = _engine(q).prepare(q, k, v, settings[:4])
-    return explain_call(operands, settings, deterministic)
+    engine = _engine(q)
+    operands = engine.prepare(q, k, v, settings[:4])
+    if not options.fp8:
+        return explain_call(operands, settings, deterministic)
+    _require_torch(engine)
+    rounded = _fp8_ops().like_backward(operands)
+    fp8 = (*FP8_FORMAT, options.fp8_exp)
+    return explain_fp8_call(operands, rounded, settings, fp8, deterministic)

@@ -56,9 +56,13 @@ class Explanation:
 
     forward: PassExplanation
     backward: PassExplanation
+    quantize: PassExplanation | None = None  # with Options(fp8=True)
 
     def __str__(self) -> str:
-        return "\n".join(self.forward.lines("forward") + self.backward.lines("backward"))
+        lines = self.forward.lines("forward") + self.backward.lines("backward")
+        if self.quantize is not None:
+            lines = self.quantize.lines("quantize") + lines
+        return "\n".join(lines)
 
 
 def _pass(answer: dict) -> PassExplanation:
@@ -70,3 +74,10 @@ def _pass(answer: dict) -> PassExplanation:
 
 def explain_call(operands, settings: tuple, deterministic: bool) -> Explanation:
     return Explanation(*map(_pass, _C.explain(*operands, *settings, deterministic)))
+
+
+def explain_fp8_call(operands, rounded, settings, fp8: tuple, deterministic: bool) -> Explanation:
+    """``rounded``: the operands as the backward takes them; ``fp8``: the format and fp8_exp."""
+    quantize, forward = map(_pass, _C.explain_fp8(*operands, *settings, *fp8))
+    backward = _pass(_C.explain(*rounded, *settings, deterministic)[1])
+    return Explanation(forward, backward, quantize)

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 
 BACKENDS = ("auto", "hopper", "ampere", "cpu", "reference")
+FP8_EXPS = ("code", "mixed", "exp2")
 _LOG_LEVELS = ("debug", "info", "warning")
 
 
@@ -29,17 +30,26 @@ class Options:
     backend: ``"auto"`` takes the first kernel of the table that accepts; a family name
         (``"hopper"``, ``"ampere"``, ``"cpu"``) restricts the search to it; ``"reference"`` is the
         textbook algorithm in double precision on the CPU. Default: ``PANTILE_BACKEND``, or auto.
+    fp8: quantise q, k and v and attend in FP8, as ``attention(quantize(q, k, v))`` does; gradients
+        are those of the unquantised attention, taken at the FP8 forward's output (docs/fp8.md).
+    fp8_exp: how FP8 turns scores into weights: ``"code"`` computes the e4m3 code of a weight
+        straight from its score, an approximation to e4m3's own precision and the fastest;
+        ``"exp2"`` rounds the true exponential; ``"mixed"`` does each for half of them.
     checked: read ``cu_seqlens`` and ``seqused`` before launching and refuse wrong contents. On a
         GPU that waits for the device; on the CPU the contents are always checked.
     """
 
     backend: str = _DEFAULT_BACKEND
     checked: bool = False
+    fp8: bool = False
+    fp8_exp: str = "code"
 
     def __post_init__(self) -> None:
         _choice("backend", self.backend, BACKENDS)
-        if not isinstance(self.checked, bool):
-            raise TypeError(f"checked is {self.checked!r}; it must be True or False")
+        _choice("fp8_exp", self.fp8_exp, FP8_EXPS)
+        for name in ("checked", "fp8"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
 
 
 DEFAULT_OPTIONS = Options()

@@ -1,0 +1,291 @@
+// FP8 for Python: quantising, and attention on what came of it. The eight operands travel as one
+// tuple, in the order of kOperandNames.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <optional>
+
+#include "pantile/pantile.h"
+#include "planner.h"
+#include "request.h"
+#include "runs.h"
+#include "tensor_view.h"
+
+namespace pantile::python {
+
+enum OperandIndex {
+  kCodesQ,
+  kCodesK,
+  kCodesV,
+  kScaleQ,
+  kScaleKv,
+  kNonfiniteV,
+  kQDotMean,
+  kMeanK,
+  kOperandCount
+};
+inline constexpr const char* kOperandNames[kOperandCount] = {
+    "codes_q", "codes_k", "codes_v", "scale_q", "scale_kv", "nonfinite_v", "q_dot_mean", "mean_k",
+};
+
+// Element type, element count of each operand.
+struct OperandForm {
+  std::uint8_t code, bits;
+  std::int64_t elements;
+};
+
+inline OperandForm operand_form(int index, const QuantizedSizes& sizes) {
+  switch (index) {
+    case kCodesQ: return {dlpack::kFloat8E4M3FN, 8, sizes.codes_q};
+    case kCodesK: return {dlpack::kFloat8E4M3FN, 8, sizes.codes_k};
+    case kCodesV: return {dlpack::kFloat8E4M3FN, 8, sizes.codes_v};
+    case kScaleQ: return {dlpack::kFloat, 32, sizes.scale_q};
+    case kScaleKv: return {dlpack::kFloat, 32, sizes.scale_kv};
+    case kNonfiniteV: return {dlpack::kInt, 32, sizes.nonfinite_v};
+    case kQDotMean: return {dlpack::kFloat, 32, sizes.q_dot_mean};
+    default: return {dlpack::kFloat, 32, sizes.mean_k};
+  }
+}
+
+// The address of an operand of the right form; null when it has no elements.
+inline void* read_operand(const nb::tuple& operands, int index, const QuantizedSizes& sizes,
+                          Device device) {
+  const TensorView view =
+      read_tensor(operands[static_cast<std::size_t>(index)], kOperandNames[index]);
+  const OperandForm form = operand_form(index, sizes);
+  if (view.code != form.code || view.bits != form.bits) {
+    raise_type_error("%s has dtype %s; it must be %s", view.name,
+                     dtype_text(view.code, view.bits).c_str(),
+                     dtype_text(form.code, form.bits).c_str());
+  }
+  std::int64_t elements = 1;
+  for (int axis = 0; axis < std::min(view.rank, kMaxRank); ++axis) {
+    elements *= view.shape[axis];
+  }
+  if (elements != form.elements || !view.contiguous()) {
+    raise_value_error("%s has shape %s, strides %s; it must be contiguous, of %lld elements",
+                      view.name, shape_text(view.shape, std::min(view.rank, kMaxRank)).c_str(),
+                      shape_text(view.stride, std::min(view.rank, kMaxRank)).c_str(),
+                      static_cast<long long>(form.elements));
+  }
+  const Device own = parse_device(view);
+  if (own.type != device.type || own.index != device.index) {
+    raise_value_error("%s is on %s; it must be on the device of q", view.name,
+                      device_text(view.device_type, view.device_index).c_str());
+  }
+  return elements == 0 ? nullptr : view.data;
+}
+
+inline Fp8Format fp8_format(int block_q, int block_k, bool smooth_k) {
+  Fp8Format format;
+  format.block_q = block_q;
+  format.block_k = block_k;
+  format.smooth_k = smooth_k;
+  return format;
+}
+
+inline Fp8Exp parse_exp(const char* text) {
+  for (const Fp8Exp exp : {Fp8Exp::code, Fp8Exp::mixed, Fp8Exp::exp2}) {
+    if (std::strcmp(fp8_exp_name(exp), text) == 0) {
+      return exp;
+    }
+  }
+  raise_value_error("fp8_exp is '%s'; it must be one of code, mixed, exp2", text);
+}
+
+// Float [batch, heads_k], contiguous; None without codes to scale.
+inline const float* read_descale(nb::handle object, const char* name, const Request& request) {
+  if (object.is_none()) {
+    return nullptr;
+  }
+  const TensorView view = read_tensor(object, name);
+  require_float32(view);
+  require_same_device(view, request.q);
+  require_shape(view, {request.problem.batch, request.problem.heads_k});
+  require_contiguous(view);
+  return static_cast<const float*>(view.data);
+}
+
+// The problem of quantising the request's q, k and v.
+inline QuantizeProblem quantize_problem(const Request& request, const Fp8Format& format,
+                                        bool hadamard) {
+  QuantizeProblem problem;
+  problem.forward = request.problem;
+  problem.forward.dtype = DType::e4m3;
+  problem.forward.fp8 = format;
+  problem.dtype = request.problem.dtype;
+  problem.q = request.problem.q;
+  problem.k = request.problem.k;
+  problem.v = request.problem.v;
+  problem.hadamard = hadamard;
+  return problem;
+}
+
+inline unsigned quantize(nb::handle q, nb::handle k, nb::handle v, nb::handle descale_q,
+                         nb::handle descale_k, nb::handle descale_v, nb::tuple operands,
+                         nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqused_q,
+                         nb::handle seqused_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
+                         int block_q, int block_k, bool hadamard, bool smooth_k,
+                         const char* backend) {
+  const Request request =
+      read_request(q, k, v,
+                   Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
+                            max_seqlen_k, 1.0, kUnbounded, kUnbounded, backend, true});
+  QuantizeProblem problem =
+      quantize_problem(request, fp8_format(block_q, block_k, smooth_k), hadamard);
+  const QuantizedSizes sizes = quantized_sizes(problem.forward);
+  void* written[kOperandCount];
+  for (int index = 0; index < kOperandCount; ++index) {
+    written[index] = read_operand(operands, index, sizes, request.device);
+  }
+  QuantizeTensors tensors;
+  tensors.q = request.q.data;
+  tensors.k = request.k.data;
+  tensors.v = request.v.data;
+  tensors.descale_q = read_descale(descale_q, "descale_q", request);
+  tensors.descale_k = read_descale(descale_k, "descale_k", request);
+  tensors.descale_v = read_descale(descale_v, "descale_v", request);
+  tensors.cu_seqlens_q = request.tensors.cu_seqlens_q;
+  tensors.cu_seqlens_k = request.tensors.cu_seqlens_k;
+  tensors.seqused_q = request.tensors.seqused_q;
+  tensors.seqused_k = request.tensors.seqused_k;
+  tensors.codes_q = written[kCodesQ];
+  tensors.codes_k = written[kCodesK];
+  tensors.codes_v = written[kCodesV];
+  tensors.scale_q = static_cast<float*>(written[kScaleQ]);
+  tensors.scale_kv = static_cast<float*>(written[kScaleKv]);
+  tensors.nonfinite_v = static_cast<std::uint32_t*>(written[kNonfiniteV]);
+  tensors.q_dot_mean = static_cast<float*>(written[kQDotMean]);
+  tensors.mean_k = static_cast<float*>(written[kMeanK]);
+  return plan_and_run<QuantizePlan>(request, &problem, tensors, Pass::quantize,
+                                    {{&request.q, &problem.q, kCopyQ},
+                                     {&request.k, &problem.k, kCopyK},
+                                     {&request.v, &problem.v, kCopyV}});
+}
+
+// What the operands do not show: the shape of K and the mask of the call.
+struct Fp8Call {
+  std::int64_t head_dim;
+  std::int64_t keys;  // of a sequence; packed: in all
+  Fp8Format format;
+};
+
+// A request whose q, k and v are operands. `output` is o, or a tensor like it.
+inline Request fp8_request(const TensorView& output, const nb::tuple& operands, const Fp8Call& call,
+                           const Settings& settings) {
+  Request request;
+  request.q = output;
+  request.device = parse_device(output);
+  request.options.backend = parse_backend(settings.backend);
+  request.packed = !settings.cu_seqlens_q.is_none();
+  ForwardProblem& problem = request.problem;
+  const int heads = request.packed ? 1 : 2;  // axis
+  require_rank(
+      output, heads + 2,
+      request.packed ? "[total_q, heads_q, head_dim_v]" : "[batch, seqlen_q, heads_q, head_dim_v]");
+  problem.dtype = DType::e4m3;
+  problem.fp8 = call.format;
+  problem.fp8.output = parse_dtype(output, false);
+  problem.heads_q = output.shape[heads];
+  problem.head_dim = call.head_dim;
+  problem.head_dim_v = output.shape[heads + 1];
+  const TensorView codes =
+      read_tensor(operands[static_cast<std::size_t>(kCodesK)], kOperandNames[kCodesK]);
+  require_rank(codes, 3, "[heads_k, rows, channels]");
+  problem.heads_k = codes.shape[0];
+  if (request.packed) {
+    std::int64_t bounds = 0;
+    request.tensors.cu_seqlens_q =
+        read_lengths(settings.cu_seqlens_q, "cu_seqlens_q", output, &bounds);
+    request.tensors.cu_seqlens_k =
+        read_lengths(settings.cu_seqlens_k, "cu_seqlens_k", output, &bounds);
+    problem.packed_q = problem.packed_k = true;
+    problem.batch = bounds - 1;
+    problem.seqlen_q = settings.max_seqlen_q;
+    problem.seqlen_k = settings.max_seqlen_k;
+    problem.total_q = output.shape[0];
+    problem.total_k = call.keys;
+  } else {
+    problem.batch = output.shape[0];
+    problem.seqlen_q = output.shape[1];
+    problem.seqlen_k = call.keys;
+    problem.total_q = problem.batch * problem.seqlen_q;
+    problem.total_k = problem.batch * problem.seqlen_k;
+  }
+  if (!settings.seqused_q.is_none()) {
+    problem.has_seqused_q = true;
+    request.tensors.seqused_q = read_used(settings.seqused_q, "seqused_q", request);
+  }
+  if (!settings.seqused_k.is_none()) {
+    problem.has_seqused_k = true;
+    request.tensors.seqused_k = read_used(settings.seqused_k, "seqused_k", request);
+  }
+  problem.window_left = settings.window_left;
+  problem.window_right = settings.window_right;
+  problem.scale = static_cast<float>(settings.scale.value_or(
+      1.0 / std::sqrt(static_cast<double>(std::max<std::int64_t>(problem.head_dim, 1)))));
+  problem.o = layout_of(output);
+  return request;
+}
+
+inline void forward_fp8(nb::tuple operands, nb::handle o, nb::handle lse, std::int64_t head_dim,
+                        std::int64_t keys, nb::handle cu_seqlens_q, nb::handle cu_seqlens_k,
+                        nb::handle seqused_q, nb::handle seqused_k, std::int64_t max_seqlen_q,
+                        std::int64_t max_seqlen_k, std::optional<double> scale,
+                        std::int64_t window_left, std::int64_t window_right, const char* backend,
+                        int block_q, int block_k, bool smooth_k, const char* exp) {
+  const TensorView output = read_tensor(o, "o");
+  require_contiguous(output);
+  Fp8Call call{head_dim, keys, fp8_format(block_q, block_k, smooth_k)};
+  call.format.exp = parse_exp(exp);
+  Request request =
+      fp8_request(output, operands, call,
+                  Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
+                           max_seqlen_k, scale, window_left, window_right, backend});
+  const QuantizedSizes sizes = quantized_sizes(request.problem);
+  ForwardTensors& tensors = request.tensors;
+  const auto read = [&](int index) { return read_operand(operands, index, sizes, request.device); };
+  tensors.q = read(kCodesQ);
+  tensors.k = read(kCodesK);
+  tensors.v = read(kCodesV);
+  tensors.fp8.scale_q = static_cast<const float*>(read(kScaleQ));
+  tensors.fp8.scale_kv = static_cast<const float*>(read(kScaleKv));
+  tensors.fp8.nonfinite_v = static_cast<const std::uint32_t*>(read(kNonfiniteV));
+  tensors.fp8.q_dot_mean = static_cast<const float*>(read(kQDotMean));
+  tensors.o = output.data;
+  request.problem.wants_lse = !lse.is_none();
+  if (request.problem.wants_lse) {
+    const TensorView rows = read_tensor(lse, "lse");
+    require_lse(rows, request);
+    require_contiguous(rows);
+    tensors.lse = static_cast<float*>(rows.data);
+  }
+  plan_and_run<ForwardPlan>(request, &request.problem, tensors, Pass::forward, {});
+}
+
+// Quantising q, k and v and the attention that follows, as (quantize, forward).
+inline nb::tuple explain_fp8(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlens_q,
+                             nb::handle cu_seqlens_k, nb::handle seqused_q, nb::handle seqused_k,
+                             std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
+                             std::optional<double> scale, std::int64_t window_left,
+                             std::int64_t window_right, const char* backend, int block_q,
+                             int block_k, bool hadamard, bool smooth_k, const char* exp) {
+  const Request request =
+      read_request(q, k, v,
+                   Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
+                            max_seqlen_k, scale, window_left, window_right, backend, true});
+  Fp8Format format = fp8_format(block_q, block_k, smooth_k);
+  format.exp = parse_exp(exp);
+  format.output = request.problem.dtype == DType::f16 ? DType::f16 : DType::bf16;
+  QuantizeProblem quantizing = quantize_problem(request, format, hadamard);
+  ForwardProblem forward = quantizing.forward;
+  const nb::dict first = explain_pass<QuantizePlan>(request, &quantizing,
+                                                    {{&request.q, &quantizing.q, kCopyQ},
+                                                     {&request.k, &quantizing.k, kCopyK},
+                                                     {&request.v, &quantizing.v, kCopyV}});
+  const nb::dict second = explain_pass<ForwardPlan>(request, &forward, {});
+  return nb::make_tuple(first, second);
+}
+
+}  // namespace pantile::python

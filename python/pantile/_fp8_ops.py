@@ -1,0 +1,349 @@
+"""The torch operators ``pantile::quantize`` and ``pantile::fp8_forward``.
+
+Only the forward works on codes. Its backward is ``pantile::backward`` on the unquantised q, k and
+v, with the O and LSE of the FP8 forward: the probabilities it recomputes are exp(scale * q . k -
+LSE) of the unquantised scores. Inputs in float32 are rounded to bfloat16 for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils import flop_counter
+
+from pantile import _C, _ops
+from pantile._masks import visible_pairs
+from pantile._quantized import Quantized
+
+Tensor = torch.Tensor
+
+_ROWS = 128  # rows of a block
+_CODES = torch.float8_e4m3fn
+_LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"
+_LONGEST = "SymInt max_seqlen_q, SymInt max_seqlen_k"
+_OPERANDS = (
+    "Tensor codes_q, Tensor codes_k, Tensor codes_v, Tensor scale_q, Tensor scale_kv, "
+    "Tensor nonfinite_v, Tensor q_dot_mean, Tensor mean_k"
+)
+_OPERAND_COUNT = 8
+_SOURCE_COUNT = 3
+# Of fp8_forward behind the operands: the settings of pantile::forward, then what is FP8's own.
+_SETTINGS_END = _ops._SETTINGS_COUNT
+
+_library = torch.library.Library("pantile", "FRAGMENT")
+_library.define(
+    "quantize(Tensor q, Tensor k, Tensor v, Tensor? descale_q, Tensor? descale_k, "
+    f"Tensor? descale_v, {_LENGTHS}, {_LONGEST}, int block_q, int block_k, bool hadamard, "
+    f"bool smooth_k, str backend) -> ({_OPERANDS})",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    f"fp8_forward(Tensor? q, Tensor? k, Tensor? v, {_OPERANDS}, {_ops._SETTINGS}, "
+    "SymInt batch, SymInt rows, SymInt keys, SymInt head_dim, ScalarType dtype, int block_q, "
+    "int block_k, bool smooth_k, str fp8_exp, bool deterministic, bool checked)"
+    " -> (Tensor o, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+quantize_op = torch.ops.pantile.quantize.default
+fp8_forward_op = torch.ops.pantile.fp8_forward.default
+
+
+# ---- quantize
+
+
+def _blocks(cu_seqlens: Tensor | None, shape) -> int:
+    """Blocks of 128 rows of one head of q or k."""
+    if cu_seqlens is not None:
+        return shape[0] // _ROWS + cu_seqlens.shape[0] - 1
+    return shape[0] * ((shape[1] + _ROWS - 1) // _ROWS)
+
+
+def _new_operands(q, k, v, cu_seqlens_q, cu_seqlens_k, block_q, block_k, smooth_k) -> tuple:
+    *_, heads_q, head_dim = q.shape
+    heads_k, head_dim_v = v.shape[-2:]
+    blocks_q, blocks_k = _blocks(cu_seqlens_q, q.shape), _blocks(cu_seqlens_k, k.shape)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    width = (head_dim + 15) // 16 * 16
+
+    def new(*shape, dtype=torch.float32):
+        return q.new_empty(shape, dtype=dtype)
+
+    return (
+        new(heads_q, _ROWS * blocks_q, width, dtype=_CODES),
+        new(heads_k, _ROWS * blocks_k, width, dtype=_CODES),
+        new(heads_k, blocks_k, head_dim_v, _ROWS, dtype=_CODES),
+        new(heads_q, _ROWS // block_q * blocks_q),
+        new(heads_k, _ROWS // block_k * blocks_k, 2),
+        new(heads_k, blocks_k, head_dim_v, _ROWS // 32, dtype=torch.int32),
+        new(heads_q, _ROWS * blocks_q) if smooth_k else new(0),
+        new(batch, heads_k, head_dim) if smooth_k else new(0),
+    )
+
+
+def _check_ranks(q, k, v, cu_seqlens_q) -> None:
+    rank = 4 if cu_seqlens_q is None else 3
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != rank:
+            raise ValueError(f"{name} has {x.ndim} dimensions; it must have {rank}")
+
+
+def _follow_threads() -> None:
+    if not _ops._THREADS_FOLLOW:
+        _C.set_cpu_threads(torch.get_num_threads())
+
+
+def _quantize_kernel(q, k, v, descale_q, descale_k, descale_v, *rest):
+    lengths, longest, format_ = rest[:4], rest[4:6], rest[6:]
+    block_q, block_k, _, smooth_k, _ = format_
+    _check_ranks(q, k, v, lengths[0])
+    _follow_threads()
+    operands = _new_operands(q, k, v, *lengths[:2], block_q, block_k, smooth_k)
+    inputs = [q, k, v]
+    while copies := _C.quantize(
+        *inputs, descale_q, descale_k, descale_v, operands, *lengths, *longest, *format_
+    ):
+        _ops._copy(copies, inputs, ("q", "k", "v"))
+    return operands
+
+
+@torch.library.register_fake("pantile::quantize", lib=_library)
+def _fake_quantize(q, k, v, descale_q, descale_k, descale_v, *rest):
+    lengths, format_ = rest[:4], rest[6:]
+    block_q, block_k, _, smooth_k, _ = format_
+    _check_ranks(q, k, v, lengths[0])
+    return _new_operands(q, k, v, *lengths[:2], block_q, block_k, smooth_k)
+
+
+def _quantize_autograd(*args):
+    """Codes have no derivative: gradients pass by them, see fp8_forward."""
+    with _ops._below_autograd():
+        return quantize_op(*args)
+
+
+# ---- fp8_forward
+
+
+def _new_outputs(operands, settings, batch, rows, dtype):
+    codes_q, _, codes_v, *_ = operands
+    heads, head_dim_v = codes_q.shape[0], codes_v.shape[2]
+    leading = (batch, rows) if settings[0] is None else (rows,)
+    o = codes_q.new_empty((*leading, heads, head_dim_v), dtype=dtype)
+    lse = codes_q.new_empty((*leading[:-1], heads, rows), dtype=torch.float32)
+    return o, lse
+
+
+def _run_fp8_forward(operands, settings, own, checked: bool):
+    batch, rows, keys, head_dim, dtype, block_q, block_k, smooth_k, exp = own
+    _follow_threads()
+    o, lse = _new_outputs(operands, settings, batch, rows, dtype)
+    if settings[2] is not None:  # rows that seqused_q leaves out are never written
+        o.zero_()
+        lse.fill_(-torch.inf)
+    if checked and settings[0] is not None:
+        lengths = [None if x is None else x.cpu() for x in settings[:4]]
+        _C.check_sequences(*lengths, settings[4], settings[5], rows, keys)
+    _C.forward_fp8(operands, o, lse, head_dim, keys, *settings, block_q, block_k, smooth_k, exp)
+    return o, lse
+
+
+def _split(args):
+    """(source, operands, settings, own, deterministic, checked) of fp8_forward's arguments."""
+    source, args = args[:_SOURCE_COUNT], args[_SOURCE_COUNT:]
+    operands, args = args[:_OPERAND_COUNT], args[_OPERAND_COUNT:]
+    settings, own = args[:_SETTINGS_END], args[_SETTINGS_END:-2]
+    return source, tuple(operands), settings, own, *args[-2:]
+
+
+def _fp8_forward_kernel(*args):
+    _, operands, settings, own, _, checked = _split(args)
+    return _run_fp8_forward(operands, settings, own, checked)
+
+
+@torch.library.register_fake("pantile::fp8_forward", lib=_library)
+def _fake_fp8_forward(*args):
+    _, operands, settings, (batch, rows, _, _, dtype, *_), *_ = _split(args)
+    return _new_outputs(operands, settings, batch, rows, dtype)
+
+
+class _Fp8Attention(torch.autograd.Function):
+    """The gradient of the unquantised attention, taken at the FP8 forward's O and LSE."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, *args):
+        _, operands, settings, own, deterministic, checked = _split((q, k, v, *args))
+        with _ops._below_autograd():
+            o, lse = fp8_forward_op(None, None, None, *operands, *settings, *own, False, checked)
+        ctx.save_for_backward(q, k, v, o, lse, *settings[:4])
+        ctx.call = (settings[4:], deterministic, len(args))
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, grad_o, grad_lse):
+        settings, deterministic, count = ctx.call
+        if grad_o is None and grad_lse is None:
+            return (None,) * (_SOURCE_COUNT + count)
+        q, k, v, o, lse, *lengths = ctx.saved_tensors
+        if grad_o is None:
+            grad_o = torch.zeros_like(o)
+        rounded = (x.to(o.dtype) for x in (q, k, v))
+        grads = _ops.backward_op(
+            grad_o, grad_lse, *rounded, o, lse, *lengths, *settings, deterministic
+        )
+        return (*(g.to(q.dtype) for g in grads), *(None,) * count)
+
+    jvp = staticmethod(_ops._no_forward_mode)
+
+
+def _fp8_forward_autograd(*args):
+    source = [x for x in args[:_SOURCE_COUNT] if x is not None]
+    if len(source) == _SOURCE_COUNT and _ops._differentiates(source):
+        return _Fp8Attention.apply(*args)
+    with _ops._below_autograd():
+        return fp8_forward_op(*args)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("quantize", _quantize_kernel, _key)
+    _library.impl("fp8_forward", _fp8_forward_kernel, _key)
+_library.impl("quantize", _quantize_autograd, "Autograd")
+_library.impl("fp8_forward", _fp8_forward_autograd, "Autograd")
+
+
+@flop_counter.register_flop_formula(torch.ops.pantile.fp8_forward, get_raw=True)
+def _fp8_flops(*args, out_val=None, **_) -> int:
+    _, operands, settings, (batch, rows, keys, head_dim, *_), *_ = _split(args)
+    heads, head_dim_v = operands[0].shape[0], operands[2].shape[2]
+    bounds = settings[7:9]
+    if settings[0] is None:
+        pairs = batch * visible_pairs(rows, keys, *bounds)
+    else:
+        lengths = zip(settings[0].diff().tolist(), settings[1].diff().tolist(), strict=True)
+        pairs = sum(visible_pairs(sq, sk, *bounds) for sq, sk in lengths)
+    return 2 * heads * pairs * (head_dim + head_dim_v)
+
+
+# ---- the calls
+
+
+def _autocast(tensors: tuple) -> tuple:
+    """Like torch's own attention, inputs take the autocast dtype."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x
+        for x in tensors
+    )
+
+
+def _descale(name: str, value, q: Tensor, batch: int, heads_k: int) -> Tensor:
+    """float32 [batch, heads_k] of what a caller gave."""
+    if value is None:
+        value = 1.0
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} is {value!r}; it must be a number or a float32 tensor")
+        if not 0.0 < value < float("inf"):
+            raise ValueError(f"{name} is {value}; it must be positive and finite")
+        return q.new_full((batch, heads_k), value, dtype=torch.float32)
+    if value.dtype is not torch.float32:
+        raise TypeError(f"{name} has dtype {value.dtype}; it must be float32")
+    if value.numel() == 1:
+        return value.reshape(1, 1).expand(batch, heads_k).contiguous()
+    if value.shape != (batch, heads_k):
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}; it must be [{batch}, {heads_k}], one number "
+            "for each sequence and key head, or hold one number"
+        )
+    return value.contiguous()
+
+
+def _descales(q, k, values: tuple, batch: int) -> tuple:
+    names = ("descale_q", "descale_k", "descale_v")
+    if q.dtype is _CODES:
+        return tuple(
+            _descale(name, value, q, batch, k.shape[-2])
+            for name, value in zip(names, values, strict=True)
+        )
+    for name, value in zip(names, values, strict=True):
+        if value is not None:
+            raise ValueError(f"{name} is set; it must be None for q of dtype {q.dtype}")
+    return None, None, None
+
+
+def _output_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float16 if dtype is torch.float16 else torch.bfloat16
+
+
+def quantize(q, k, v, settings, descales, block_q, block_k, hadamard, smooth_k) -> Quantized:
+    lengths, longest, backend = settings[:4], settings[4:6], settings[-1]
+    _ops.prepare(q, k, v, lengths)
+    q, k, v = _autocast((q, k, v))
+    _check_ranks(q, k, v, lengths[0])
+    codes = q.dtype is _CODES
+    hadamard = not codes if hadamard is None else hadamard
+    smooth_k = not codes if smooth_k is None else smooth_k
+    batch = q.shape[0] if lengths[0] is None else lengths[0].shape[0] - 1
+    format_ = (block_q, block_k, hadamard, smooth_k)
+    operands = quantize_op(
+        *(x.detach() for x in (q, k, v)),
+        *_descales(q, k, descales, batch),
+        *lengths,
+        *longest,
+        *format_,
+        backend,
+    )
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return Quantized(
+        *operands,
+        tuple(q.shape),
+        tuple(k.shape),
+        *format_,
+        _output_dtype(q.dtype),
+        lengths,
+        longest,
+        (q, k, v) if recorded else (None, None, None),
+    )
+
+
+def attention(operands: Quantized, settings, exp: str, deterministic, checked, return_lse):
+    """Attention on operands; ``settings`` as of pantile::forward, its first six not read."""
+    packed = operands.lengths[0] is not None
+    batch = operands.lengths[0].shape[0] - 1 if packed else operands.shape_q[0]
+    rows, keys = (shape[0 if packed else 1] for shape in (operands.shape_q, operands.shape_k))
+    o, lse = fp8_forward_op(
+        *operands.source,
+        *operands.operands,
+        *operands.lengths,
+        *operands.longest,
+        *settings[6:],
+        batch,
+        rows,
+        keys,
+        operands.shape_q[-1],
+        operands.dtype,
+        operands.block_q,
+        operands.block_k,
+        operands.smooth_k,
+        exp,
+        deterministic,
+        checked,
+    )
+    return (o, lse) if return_lse else o
+
+
+def quantized_attention(q, k, v, settings, format_, exp, deterministic, checked, return_lse):
+    """Attention on q, k and v by way of quantising them; o has the dtype of q."""
+    if isinstance(q, Tensor) and q.dtype is _CODES:
+        raise TypeError("q has dtype float8_e4m3fn; pantile.quantize takes it, with descales")
+    operands = quantize(q, k, v, settings, (None, None, None), *format_)
+    o, lse = attention(operands, settings, exp, deterministic, checked, True)
+    if not torch.is_autocast_enabled(q.device.type):
+        o = o.to(q.dtype)
+    return (o, lse) if return_lse else o
+
+
+def like_backward(operands: tuple) -> tuple:
+    """Tensors like q, k and v as the backward takes them."""
+    return tuple(torch.empty_like(x, dtype=_output_dtype(x.dtype)) for x in operands)
