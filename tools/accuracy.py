@@ -19,7 +19,6 @@ by more than 25 %.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -31,7 +30,7 @@ from dataclasses import asdict, dataclass
 
 import pantile
 import torch
-from pantile.bench import measure
+from pantile.bench import measure, sweep
 from pantile.bench.peers import FP8
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -495,40 +494,30 @@ def main() -> None:
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch sees no CUDA device")
     print("RMSE/largest error of each result against float64")
-    report(measured_rows(arguments), arguments.out, device)
-
-
-def measured_rows(arguments: argparse.Namespace) -> Iterator[dict]:
-    device = arguments.device
+    rows = []
     if arguments.only != "rows":
-        for case in fp8_cases(device):
-            yield from measure_fp8(case, device)
+        rows += [row for case in fp8_cases(device) for row in shown(measure_fp8(case, device))]
     if arguments.only != "fp8":
+        backward = not arguments.forward_only
         for case in cases_of(device):
-            yield from measure_case(case, device, not arguments.forward_only)
+            rows += shown(measure_case(case, device, backward))
+    if arguments.out is not None:
+        header = {
+            "kind": "run",
+            "commit": measure.commit(),
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        }
+        sweep.write(arguments.out, [header, *rows])
+        print(f"wrote {arguments.out}")
 
 
-def report(rows: Iterator[dict], out: pathlib.Path | None, device: str) -> None:
-    """Prints and writes each row as it comes, so that a long run that ends early leaves a file."""
-    header = {
-        "kind": "run",
-        "commit": measure.commit(),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-    }
-    with contextlib.ExitStack() as stack:
-        file = None
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(out.open("w"))
-            file.write(json.dumps(header) + "\n")
-        for row in rows:
-            print_row(row)
-            if file is not None:
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-    if out is not None:
-        print(f"wrote {out}")
+def shown(rows: Iterator[dict]) -> list[dict]:
+    kept = []
+    for row in rows:
+        print_row(row)
+        kept.append(row)
+    return kept
 
 
 if __name__ == "__main__":

@@ -86,7 +86,9 @@ ForwardJob forward_job(const ForwardPlan& plan, const ForwardTensors& tensors) {
   const ForwardProblem& problem = plan.problem;
   ForwardJob job;
   fill_job(problem, tensors, &job);
+  job.output_dtype = output_dtype(problem);
   job.lse = row_values(tensors.lse, problem);
+  job.max_logit = tensors.max_logit;
   job.item_rows = plan.tile_q;
   // Longest first, of all heads, so that threads finish together under a causal mask.
   const auto all_heads = static_cast<int>(problem.heads_q * problem.batch);
@@ -131,7 +133,7 @@ Fp8ForwardJob fp8_forward_job(const ForwardPlan& plan, const ForwardTensors& ten
 }
 
 void clear_outside(const ForwardJob& job, const ForwardProblem& problem) {
-  clear_tensor_outside(job.dtype, job.o, job.heads.heads_q, job.dim_v, problem.batch,
+  clear_tensor_outside(job.output_dtype, job.o, job.heads.heads_q, job.dim_v, problem.batch,
                        problem.total_q);
   if (job.q.side.cu_seqlens != nullptr && job.lse.data != nullptr) {
     for (int head = 0; head < job.heads.heads_q; ++head) {

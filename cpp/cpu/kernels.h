@@ -51,9 +51,11 @@ struct Job {
 };
 
 struct ForwardJob : Job {
+  DType output_dtype = DType::f32;  // of O
   RowValues lse;
-  int item_rows = 0;      // a multiple of kForwardRows
-  core::TileOrder order;  // tiles of item_rows rows
+  float* max_logit = nullptr;  // [batch, heads_q], or null; raised by many threads
+  int item_rows = 0;           // a multiple of kForwardRows
+  core::TileOrder order;       // tiles of item_rows rows
 };
 
 // FP8 operands in the forms of pantile/quantize.h: q, k and v hold codes. `dtype` is that of O.
@@ -83,6 +85,17 @@ struct BackwardJob : Job {
   std::int32_t* turns = nullptr;  // [batch][heads_q][row_tiles]
   int row_tiles = 0;              // of the longest sequence
 };
+
+// Raises an entry of max_logit to that of a row. A row whose sum is NaN makes it NaN for good.
+inline void raise_max_logit(float* entry, float row_max, float row_sum) {
+  const float value = row_sum == row_sum ? row_max : row_sum;
+  float before = 0.0f;
+  __atomic_load(entry, &before, __ATOMIC_RELAXED);
+  while ((value > before || value != value) &&
+         !__atomic_compare_exchange(entry, &before, &value, true, __ATOMIC_RELAXED,
+                                    __ATOMIC_RELAXED)) {
+  }
+}
 
 // Cuts a block of memory into aligned arrays. Starting from address 0 it only measures.
 class Carver {

@@ -141,7 +141,7 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
   const Head q = head_of(job.dtype, job.q, batch, head);
   const Head k = head_of(job.dtype, job.k, batch, job.heads.key_head(head));
   const Head v = head_of(job.dtype, job.v, batch, job.heads.key_head(head));
-  const Head o = head_of(job.dtype, job.o, batch, head);
+  const Head o = head_of(job.output_dtype, job.o, batch, head);
   float* lse = job.lse.data == nullptr ? nullptr : values_of(job.lse, job.q.side, batch, head);
   const int end = core::min_of(rows.end, room_of(job.q.side, batch));
   for (int row = rows.begin; row < end; ++row) {
@@ -157,6 +157,10 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
     if (lse != nullptr) {
       lse[row] =
           static_cast<float>(softmax.sum == 0.0 ? -HUGE_VAL : softmax.max + std::log(softmax.sum));
+    }
+    if (job.max_logit != nullptr) {
+      raise_max_logit(job.max_logit + std::int64_t{batch} * job.heads.heads_q + head,
+                      static_cast<float>(softmax.max), static_cast<float>(softmax.sum));
     }
   }
 }

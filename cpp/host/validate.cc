@@ -231,22 +231,36 @@ Status v_layout_rule(const ForwardProblem& p) {
   return quantized(p) ? Status() : input_layout("v", p.v, key_shape(p, p.head_dim_v), p.dtype);
 }
 Status o_layout_rule(const ForwardProblem& p) {
-  const DType dtype = quantized(p) ? p.fp8.output : p.dtype;
-  return output_layout("o", p.o, query_shape(p, p.head_dim_v), dtype);
+  return output_layout("o", p.o, query_shape(p, p.head_dim_v), output_dtype(p));
+}
+
+Status output_rule(const ForwardProblem& p) {
+  if (quantized(p) && (p.output_f32 || p.wants_max_logit)) {
+    return Status::error(kInvalid, "%s is true; it must be false when dtype is e4m3",
+                         p.output_f32 ? "output_f32" : "wants_max_logit");
+  }
+  return Status();
 }
 
 // In the order in which a reader of problem.h meets the fields; later rules rely on earlier ones.
 constexpr Status (*kForwardRules[])(const ForwardProblem&) = {
-    dtype_rule,    batch_rule,    heads_q_rule,     heads_k_rule,      seqlen_q_rule,
-    seqlen_k_rule, head_dim_rule, head_dim_v_rule,  group_rule,        work_rule,
-    total_q_rule,  total_k_rule,  window_left_rule, window_right_rule, scale_rule,
-    fp8_rule,      q_layout_rule, k_layout_rule,    v_layout_rule,     o_layout_rule,
+    dtype_rule,       batch_rule,        heads_q_rule,  heads_k_rule, seqlen_q_rule, seqlen_k_rule,
+    head_dim_rule,    head_dim_v_rule,   group_rule,    work_rule,    total_q_rule,  total_k_rule,
+    window_left_rule, window_right_rule, scale_rule,    output_rule,  fp8_rule,      q_layout_rule,
+    k_layout_rule,    v_layout_rule,     o_layout_rule,
 };
 
 Status wants_lse_rule(const BackwardProblem& p) {
   if (!p.forward.wants_lse) {
     return Status::error(kInvalid,
                          "forward.wants_lse is false; the backward needs the LSE of the forward");
+  }
+  return Status();
+}
+Status forward_only_rule(const BackwardProblem& p) {
+  if (p.forward.wants_max_logit || p.forward.output_f32) {
+    return Status::error(kInvalid, "forward.%s is true; it must be false in a backward problem",
+                         p.forward.output_f32 ? "output_f32" : "wants_max_logit");
   }
   return Status();
 }
@@ -268,7 +282,8 @@ Status grad_v_layout_rule(const BackwardProblem& p) {
 }
 
 constexpr Status (*kBackwardRules[])(const BackwardProblem&) = {
-    wants_lse_rule, grad_o_layout_rule, grad_q_layout_rule, grad_k_layout_rule, grad_v_layout_rule,
+    wants_lse_rule,     forward_only_rule,  grad_o_layout_rule,
+    grad_q_layout_rule, grad_k_layout_rule, grad_v_layout_rule,
 };
 
 template <class Problem, std::size_t kCount>
@@ -330,6 +345,13 @@ Status lse_pointer(const ForwardProblem& p, const ForwardTensors& t) {
   return Status();
 }
 
+Status max_logit_pointer(const ForwardProblem& p, const ForwardTensors& t) {
+  if (p.batch == 0 || p.heads_q == 0) {
+    return Status();
+  }
+  return optional_pointer("max_logit", t.max_logit, p.wants_max_logit, "wants_max_logit");
+}
+
 }  // namespace
 
 Status validate(const ForwardProblem& problem) {
@@ -378,6 +400,7 @@ Status validate_tensors(const ForwardProblem& p, const ForwardTensors& t) {
       tensor_pointer("v", t.v, p.v, no_keys),
       tensor_pointer("o", t.o, p.o, no_rows),
       lse_pointer(p, t),
+      max_logit_pointer(p, t),
       sequence_pointers(p, t),
       fp8_pointers(p, t.fp8),
   });

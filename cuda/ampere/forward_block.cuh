@@ -81,7 +81,7 @@ class ForwardBlock {
     if (threadIdx.x == 0) {
       storage.work = work;  // read behind the first barrier
     }
-    softmax.clear(params.scale);
+    softmax.clear(params.scale, params.stale_limit);
     const int lane = prim::lane_index();
     k_lane_ = KRows::lane_offset_columns_first(lane);
     v_lane_ = VRows::lane_offset_rows_first(lane);
@@ -333,6 +333,28 @@ class ForwardBlock {
 
   // ---- output
 
+  // This lane's part of a row of O, in fp32 and straight to global memory.
+  PANTILE_DEVICE void store_float32(const ForwardWork& work, int row, int m, int r,
+                                    float normaliser) const {
+    if (row >= work.sequence.allocated) {
+      return;
+    }
+    const Operand& o = params_.o;
+    const int column = prim::lane_index() % 4 * 2;
+    float* const to = static_cast<float*>(o.data) + work.sequence.batch * o.batch +
+                      (work.sequence.first + row) * o.seq + work.head * o.head + column;
+    const bool used = row < work.sequence.length;
+#pragma unroll
+    for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
+      if (8 * j < params_.head_dim_v) {
+        *reinterpret_cast<float2*>(to + 8 * j) =
+            used ? make_float2(softmax.o[m][j][2 * r] * normaliser,
+                               softmax.o[m][j][2 * r + 1] * normaliser)
+                 : make_float2(0.0f, 0.0f);
+      }
+    }
+  }
+
   // All copies have landed and every warp is past its last S, so each may overwrite its own rows of
   // Q. Rows past the sequence's length, as far as the tensor has them, are those of an empty row.
   PANTILE_DEVICE void store() {
@@ -343,23 +365,38 @@ class ForwardBlock {
     const int first = work.row0 + warp_row;
     char* const rows = reinterpret_cast<char*>(storage_.q + warp_row * Config::kHeadDim);
     float* const lse = lse_rows(work);
+    int largest = attn::kSmallestLogit;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float normaliser = softmax.finish_row(m, r);
         const int row = m * 16 + r * 8 + lane / 4;
+        if (params_.output_f32) {
+          store_float32(work, first + row, m, r, normaliser);
+        }
 #pragma unroll
         for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
           *reinterpret_cast<std::uint32_t*>(rows + VRows::offset(row, j) + lane % 4 * 4) =
               prim::pack<kDType>(softmax.o[m][j][2 * r] * normaliser,
                                  softmax.o[m][j][2 * r + 1] * normaliser);
         }
+        if (first + row < work.sequence.length) {
+          largest = max(largest, softmax.max_logit(m, r));
+        }
         if (lse != nullptr && lane % 4 == 0 && first + row < work.sequence.allocated) {
           lse[first + row] =
               first + row < work.sequence.length ? softmax.log_sum_exp(m, r) : -INFINITY;
         }
       }
+    }
+    if (params_.max_logit != nullptr) {
+      attn::raise_max_logit(
+          params_.max_logit + work.sequence.batch * std::int64_t{params_.heads_q} + work.head,
+          largest);
+    }
+    if (params_.output_f32) {
+      return;
     }
     __syncwarp();
     const tile::HeadRows o = head_rows(params_.o, work.sequence, work.head);

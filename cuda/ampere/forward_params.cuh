@@ -19,6 +19,8 @@ struct ForwardParams {
   std::int64_t q_pass_bytes, k_pass_bytes, k_tile_bytes, v_pass_bytes, v_tile_bytes;
   float* lse;                        // null when not wanted
   std::int64_t lse_head_stride;      // rows of one head of LSE
+  float* max_logit;                  // [batch][heads_q]; null when not wanted
+  bool output_f32;                   // O is fp32; its strides are in elements, as always
   bool lse_packed;                   // [heads, total] instead of [batch, heads, rows]
   core::SequenceSide queries, keys;  // lengths only
   core::FastDivmod group;            // query heads per key head
@@ -27,6 +29,7 @@ struct ForwardParams {
   int window_left, window_right;  // core::kNoBound lifts a side
   int head_dim, head_dim_v;       // of the tensors, at most the kernel's
   float scale;                    // times log2(e), positive
+  float stale_limit;              // softmax.cuh
   bool negate_q;                  // the problem's scale is negative
 };
 

@@ -24,6 +24,8 @@ inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensor
   params.v = make_operand(tensors.v, p.v, p.packed_k);
   params.o = make_operand(tensors.o, p.o, p.packed_q);
   params.lse = p.wants_lse ? tensors.lse : nullptr;
+  params.max_logit = tensors.max_logit;
+  params.output_f32 = p.output_f32;
   params.lse_packed = p.packed_q;
   params.lse_head_stride = p.packed_q ? p.total_q : p.seqlen_q;
   params.queries = query_side(p, tensors);
@@ -37,6 +39,7 @@ inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensor
   params.head_dim = static_cast<int>(p.head_dim);
   params.head_dim_v = static_cast<int>(p.head_dim_v);
   params.scale = logit_scale(p.scale);
+  params.stale_limit = p.wants_max_logit ? 0.0f : kStaleLimit;
   params.negate_q = p.scale < 0.0f;
   return params;
 }

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 
+#include "attn/max_logit.cuh"
 #include "core/softmax_state.h"
 #include "pantile/dtype.h"
 #include "prim/convert.cuh"
@@ -26,7 +27,8 @@ namespace pantile::ampere {
 // What a row's reference is before its first visible key, negated: finite, so that a row without
 // keys has logits of -inf + 1e30 = -inf and P = 0, and no infinity meets another one.
 inline constexpr float kNothingSeen = 1e30f;
-inline constexpr float kStaleLimit = 8.0f;  // base-2 logits above the reference: P <= 2^8
+inline constexpr float kStaleLimit = 8.0f;  // base-2 logits above the reference: P <= 2^8; with 0
+                                            // a row's reference is its exact maximum
 
 template <class Config, DType kDType>
 struct SoftmaxRows {
@@ -41,9 +43,11 @@ struct SoftmaxRows {
   float minus_max[kRowTiles][2];  // minus the row's reference logit
   float tile_max[kRowTiles][2];   // of the scores of one key tile that this lane holds
   float scale;                    // positive, includes log2(e)
+  float stale_limit;
 
-  PANTILE_DEVICE void clear(float logit_scale) {
+  PANTILE_DEVICE void clear(float logit_scale, float limit) {
     scale = logit_scale;
+    stale_limit = limit;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -87,7 +91,7 @@ struct SoftmaxRows {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        outgrown |= fmaf(tile_max[m][r], scale, minus_max[m][r]) > kStaleLimit;
+        outgrown |= fmaf(tile_max[m][r], scale, minus_max[m][r]) > stale_limit;
       }
     }
     if (__any_sync(prim::kAllLanes, outgrown)) {
@@ -142,6 +146,11 @@ struct SoftmaxRows {
     return sum == 0.0f ? -INFINITY : (log2f(sum) - minus_max[m][r]) * core::kLn2;
   }
 
+  // Of a finished row, when stale_limit is 0; as attn::raise_max_logit takes it.
+  PANTILE_DEVICE int max_logit(int m, int r) const {
+    return attn::row_logit_order(-minus_max[m][r] * core::kLn2, row_sum[m][r]);
+  }
+
  private:
   // Returns the factor by which the row's sum and output shrink; 1 if its reference stays.
   PANTILE_DEVICE float raise_reference(int m, int r) {
@@ -149,7 +158,7 @@ struct SoftmaxRows {
     row_max = fmaxf(row_max, __shfl_xor_sync(prim::kAllLanes, row_max, 1));
     row_max = fmaxf(row_max, __shfl_xor_sync(prim::kAllLanes, row_max, 2));
     const float before = minus_max[m][r];
-    if (fmaf(row_max, scale, before) > kStaleLimit) {
+    if (fmaf(row_max, scale, before) > stale_limit) {
       minus_max[m][r] = -row_max * scale;
     }
     return prim::exp2_approx(minus_max[m][r] - before);

@@ -78,10 +78,15 @@ __global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
           Loader<kConfig, Variant::kMask>(storage, maps, params).run();
         }
         break;
-      case HelperWarp::store: Storer<kConfig, kDType>(storage, maps, params).run(); break;
+      case HelperWarp::store:
+        Storer<kConfig, kDType, Variant::kMask>(storage, maps, params).run();
+        break;
       case HelperWarp::guard0:
       case HelperWarp::guard1:
         Guard<kConfig, kDType>(storage, warp - static_cast<int>(HelperWarp::guard0)).run();
+        if (params.seqused_q != nullptr) {
+          write_unused_rows(params, static_cast<int>(threadIdx.x) % (32 * kGuardWarps));
+        }
         break;
     }
   } else {

@@ -210,7 +210,7 @@ class MathWarpgroup {
 
   template <bool kFirst>
   PANTILE_DEVICE void early_softmax() {
-    softmax_.template raise_max<kFirst>(S, p_.scale_log2);
+    softmax_.template raise_max<kFirst>(S, p_.scale_log2, p_.lazy_exponent);
     softmax_.template exponentiate<0, kEarly>(S, p_.scale_log2);
     if constexpr (kEarly == kColumnGroups) {
       softmax_.template add_sums<kFirst>();
@@ -387,24 +387,15 @@ class MathWarpgroup {
     return true;
   }
 
-  // All that the finished rows still need while their last product runs: 1 / sum, and the LSE.
   PANTILE_DEVICE void finish_rows(std::uint32_t tile) {
-    const TileInfo& done = info(tile);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float sum = tile::quad_sum(softmax_.row_sum[i]);
-      inverse_[i] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-      const int row =
-          done.row0 + group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_) + 8 * i;
-      if (p_.lse != nullptr && (lane_ & 3) == 0 && row < done.rows) {
-        p_.lse[done.batch * p_.lse_batch + done.head * p_.lse_head + done.q_row + row] =
-            sum == 0.0f ? attn::kMaskedScore : softmax_.row_max[i] * p_.scale + __logf(sum);
-      }
-    }
+    hopper::finish_rows(p_, info(tile), softmax_, inverse_);
   }
 
-  // Divides O by the row sums and writes it to shared memory.
+  // Divides O by the row sums and writes it to shared memory; in fp32 to global memory, too.
   PANTILE_DEVICE void write_output(std::uint32_t tile, int place) {
+    if (p_.output_f32) {
+      store_float32(p_, info(tile), O, inverse_);
+    }
     const bool taints = store_fragment<kConfig, kDType, kMask>(
         prim::shared_address(s_.o_tile(place, group_)), O, inverse_, warp_, lane_);
     prim::fence_async_proxy();

@@ -9,7 +9,7 @@
 
 namespace pantile::hopper {
 
-template <ForwardConfig kConfig, DType kDType>
+template <ForwardConfig kConfig, DType kDType, MaskKind kMask>
 class Storer {
  public:
   PANTILE_DEVICE Storer(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
@@ -25,10 +25,12 @@ class Storer {
       const TileInfo& info = s_.tiles[ring];
       if (info.visit_end > 0) {
         const int place = kConfig.o_apart ? info.o_stage : buffer;
-        if (info.careful) {
+        if (kMask != MaskKind::full && info.careful) {
           prepare_again(info, ring, place, leader);
         }
-        store_tile(info, place, leader);
+        if (!p_.output_f32) {
+          store_tile(info, place, leader);
+        }
       } else if (info.keys == 0) {
         break;
       }
@@ -55,11 +57,15 @@ class Storer {
     __syncwarp();
     if (s_.needs_repair[ring] != 0) {
       repair<kConfig, kDType>(s_, p_, info, place);
+      if (p_.output_f32) {
+        repair_float32<kConfig, kDType>(s_, p_, info, place);
+      }
       s_.needs_repair[ring] = 0;
     }
   }
 
   PANTILE_DEVICE void store_tile(const TileInfo& info, int place, bool leader) {
+#pragma unroll 1
     for (int group = 0; group < kConfig.math_warpgroups; ++group) {
       const int row0 = info.row0 + group * kRowsPerWarpgroup;
       const int rows = info.rows - row0;

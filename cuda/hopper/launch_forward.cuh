@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "attn/softmax.cuh"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "hopper/forward.cuh"
@@ -24,6 +25,13 @@ inline Strides strides_of(const Layout& layout, bool packed) {
   return Strides{packed ? 0 : layout.batch, layout.seq, layout.head};
 }
 
+// Scores times this are base-2 logits. A scale of 0 becomes one that no score survives, so that
+// masked scores stay -inf (and not -inf * 0).
+inline float logit_scale(float scale) {
+  constexpr float kNothing = 1e-30f;
+  return core::max_of(scale * core::kLog2E, kNothing);
+}
+
 inline Status forward_maps(const ForwardConfig& config, const ForwardProblem& p,
                            const ForwardTensors& t, ForwardMaps* maps) {
   const std::int64_t batch_q = p.packed_q ? 1 : p.batch;
@@ -35,7 +43,7 @@ inline Status forward_maps(const ForwardConfig& config, const ForwardProblem& p,
   const MappedTensor k{"k", t.k, p.dtype, batch_k, rows_k, p.heads_k, p.head_dim, p.k};
   const MappedTensor v{"v", t.v, p.dtype, batch_k, rows_k, p.heads_k, p.head_dim_v, p.v};
   Status status = encode_tensor_map(q, config.q_tile(), &maps->q);
-  if (status.ok()) {
+  if (status.ok() && !p.output_f32) {
     status = encode_tensor_map(o, config.o_tile(), &maps->o);
   }
   if (rows_k == 0) {
@@ -75,10 +83,13 @@ inline ForwardParams forward_params(const ForwardConfig& config, const ForwardPl
   params.qk_panels = panels_per_copy(p.head_dim, config.k_tile().panels() * tile::kPanelColumns);
   params.v_panels = panels_per_copy(p.head_dim_v, config.v_tile().panels() * tile::kPanelColumns);
   params.scale = p.scale;
-  params.scale_log2 = p.scale * core::kLog2E;
+  params.scale_log2 = logit_scale(p.scale);
+  params.lazy_exponent = p.wants_max_logit ? 0.0f : attn::kLazyExponent;
   params.lse = p.wants_lse ? t.lse : nullptr;
   params.lse_head = p.packed_q ? p.total_q : p.seqlen_q;
   params.lse_batch = p.packed_q ? 0 : p.heads_q * p.seqlen_q;
+  params.max_logit = t.max_logit;
+  params.output_f32 = p.output_f32;
   params.counter = claims_dynamically(p, mask) ? static_cast<std::int32_t*>(workspace) : nullptr;
   params.no_keys = rows_k == 0;
   params.zero_tail = p.packed_k || p.has_seqused_k || params.no_keys;

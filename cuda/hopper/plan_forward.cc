@@ -43,8 +43,8 @@ Status shape_rule(const KernelInfo& row, const ForwardProblem& p) {
         kUnsupported, "needs head dims that are multiples of %d, they are %" PRId64 " and %" PRId64,
         tile::kChunkColumns, p.head_dim, p.head_dim_v);
   }
-  if (!(p.scale > 0.0f)) {
-    return Status::error(kUnsupported, "needs scale > 0, it is %g", static_cast<double>(p.scale));
+  if (p.scale < 0.0f) {
+    return Status::error(kUnsupported, "needs scale >= 0, it is %g", static_cast<double>(p.scale));
   }
   if (mask_kind(p) != row.mask) {
     return Status::error(kUnsupported,
@@ -66,7 +66,7 @@ Status tensor_rules(const ForwardProblem& p) {
       tensor_rule("q", p.q, p.dtype, batch_q, rows_q, p.heads_q, false),
       tensor_rule("k", p.k, p.dtype, batch_k, rows_k, p.heads_k, false),
       tensor_rule("v", p.v, p.dtype, batch_k, rows_k, p.heads_k, false),
-      tensor_rule("o", p.o, p.dtype, batch_q, rows_q, p.heads_q, true),
+      tensor_rule("o", p.o, output_dtype(p), batch_q, rows_q, p.heads_q, true),
   };
   for (const Status& rule : rules) {
     if (!rule.ok()) {

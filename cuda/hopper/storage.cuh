@@ -37,9 +37,11 @@ struct ForwardParams {
   MapSteps q_steps, k_steps, o_steps;  // V is stepped like K
   int qk_panels, v_panels;             // that one copy moves: of Q and K; of V and O
   float scale, scale_log2;
+  float lazy_exponent;  // attn/softmax.cuh
 
   float* lse;                        // null when not wanted
   std::int64_t lse_batch, lse_head;  // distances; 0 batch for packed
+  float* max_logit;                  // [batch][heads_q]; null when not wanted
 
   std::int32_t* counter;  // [0] claimed tiles, [1] finished blocks; null: static order
   bool no_keys;           // K and V have no rows at all, perhaps no memory
@@ -47,6 +49,7 @@ struct ForwardParams {
   bool clipped;           // TMA cuts O at the end of every sequence
 
   // For what TMA cannot store and for the repair of non-finite values.
+  bool output_f32;  // O is fp32, and TMA stores none of it
   int head_dim_v;
   void* o;
   const void* v;

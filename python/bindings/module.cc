@@ -26,17 +26,23 @@ namespace {
 // ---- calls -----------------------------------------------------------------------------------
 
 unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
-                 nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqused_q,
-                 nb::handle seqused_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
-                 std::optional<double> scale, std::int64_t window_left, std::int64_t window_right,
-                 const char* backend) {
+                 nb::handle max_logit, nb::handle cu_seqlens_q, nb::handle cu_seqlens_k,
+                 nb::handle seqused_q, nb::handle seqused_k, std::int64_t max_seqlen_q,
+                 std::int64_t max_seqlen_k, std::optional<double> scale, std::int64_t window_left,
+                 std::int64_t window_right, const char* backend) {
   Request request =
       read_request(q, k, v,
                    Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
                             max_seqlen_k, scale, window_left, window_right, backend});
   ForwardProblem& problem = request.problem;
   const TensorView output = read_tensor(o, "o");
-  require_query_rows(output, request, problem.head_dim_v);
+  problem.output_f32 = output.code == dlpack::kFloat && output.bits == 32;
+  if (problem.output_f32) {
+    require_same_device(output, request.q);
+    require_query_shape(output, request, problem.head_dim_v);
+  } else {
+    require_query_rows(output, request, problem.head_dim_v);
+  }
   require_contiguous(output);
   problem.o = layout_of(output);
   request.tensors.o = output.data;
@@ -46,6 +52,13 @@ unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::han
     require_lse(rows, request);
     require_contiguous(rows);
     request.tensors.lse = static_cast<float*>(rows.data);
+  }
+  problem.wants_max_logit = !max_logit.is_none();
+  if (problem.wants_max_logit) {
+    const TensorView largest = read_tensor(max_logit, "max_logit");
+    require_max_logit(largest, request);
+    require_contiguous(largest);
+    request.tensors.max_logit = static_cast<float*>(largest.data);
   }
   return plan_and_run<ForwardPlan>(request, &problem, request.tensors, Pass::forward,
                                    {{&request.q, &problem.q, kCopyQ},
@@ -158,7 +171,7 @@ nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlen
                   nb::handle cu_seqlens_k, nb::handle seqused_q, nb::handle seqused_k,
                   std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, std::optional<double> scale,
                   std::int64_t window_left, std::int64_t window_right, const char* backend,
-                  bool deterministic) {
+                  bool deterministic, bool max_logit, bool output_f32) {
   Request request =
       read_request(q, k, v,
                    Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
@@ -171,6 +184,8 @@ nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlen
   backward.grad_q = fresh_layout(request.q);
   backward.grad_k = fresh_layout(request.k);
   backward.grad_v = fresh_layout(request.v);
+  forward.wants_max_logit = max_logit;
+  forward.output_f32 = output_f32;
   const nb::dict first = explain_pass<ForwardPlan>(request, &forward,
                                                    {{&request.q, &forward.q, kCopyQ},
                                                     {&request.k, &forward.k, kCopyK},
@@ -271,9 +286,9 @@ NB_MODULE(_C, module) {
   nb::exception<py::UnsupportedError>(module, "UnsupportedError", PyExc_NotImplementedError);
   module.attr("__version__") = py::version();
   module.def("forward", &py::forward, "q"_a, "k"_a, "v"_a, "o"_a, "lse"_a.none(),
-             "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(), "seqused_q"_a.none(),
-             "seqused_k"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a, "scale"_a.none(),
-             "window_left"_a, "window_right"_a, "backend"_a);
+             "max_logit"_a.none(), "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(),
+             "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a,
+             "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a);
   module.def("backward", &py::backward, "grad_o"_a, "grad_lse"_a.none(), "q"_a, "k"_a, "v"_a, "o"_a,
              "lse"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a, "cu_seqlens_q"_a.none(),
              "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
@@ -282,7 +297,7 @@ NB_MODULE(_C, module) {
   module.def("explain", &py::explain, "q"_a, "k"_a, "v"_a, "cu_seqlens_q"_a.none(),
              "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
              "max_seqlen_k"_a, "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a,
-             "deterministic"_a);
+             "deterministic"_a, "max_logit"_a = false, "output_f32"_a = false);
   module.def("quantize", &py::quantize, "q"_a, "k"_a, "v"_a, "descale_q"_a.none(),
              "descale_k"_a.none(), "descale_v"_a.none(), "operands"_a, "cu_seqlens_q"_a.none(),
              "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,

@@ -277,15 +277,20 @@ inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Sett
   return request;
 }
 
-inline void require_query_rows(const TensorView& view, const Request& request,
-                               std::int64_t head_dim) {
+inline void require_query_shape(const TensorView& view, const Request& request,
+                                std::int64_t head_dim) {
   const ForwardProblem& problem = request.problem;
-  require_like(view, request.q);
   if (request.packed) {
     require_shape(view, {problem.total_q, problem.heads_q, head_dim});
   } else {
     require_shape(view, {problem.batch, problem.seqlen_q, problem.heads_q, head_dim});
   }
+}
+
+inline void require_query_rows(const TensorView& view, const Request& request,
+                               std::int64_t head_dim) {
+  require_like(view, request.q);
+  require_query_shape(view, request, head_dim);
 }
 
 inline void require_key_rows(const TensorView& view, const Request& request,
@@ -308,6 +313,12 @@ inline void require_lse(const TensorView& view, const Request& request) {
   } else {
     require_shape(view, {problem.batch, problem.heads_q, problem.seqlen_q});
   }
+}
+
+inline void require_max_logit(const TensorView& view, const Request& request) {
+  require_float32(view);
+  require_same_device(view, request.q);
+  require_shape(view, {request.problem.batch, request.problem.heads_q});
 }
 
 inline void require_contiguous(const TensorView& view) {

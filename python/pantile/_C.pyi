@@ -18,6 +18,7 @@ def forward(
     v: Any,
     o: Any,
     lse: Any | None,
+    max_logit: Any | None,
     cu_seqlens_q: Any | None,
     cu_seqlens_k: Any | None,
     seqused_q: Any | None,
@@ -29,7 +30,7 @@ def forward(
     window_right: int,
     backend: str,
 ) -> int:
-    """Copy bits: q 1, k 2, v 4."""
+    """Copy bits: q 1, k 2, v 4. ``o`` has the dtype of q or is float32."""
 
 def backward(
     grad_o: Any,
@@ -71,6 +72,8 @@ def explain(
     window_right: int,
     backend: str,
     deterministic: bool,
+    max_logit: bool = False,
+    output_f32: bool = False,
 ) -> tuple[dict, dict]:
     """Forward and backward, in the fields of pantile.PassExplanation."""
 

@@ -12,6 +12,7 @@ from pantile._C import UnsupportedError, __version__
 from pantile._explain import Explanation, PassExplanation, Verdict
 from pantile._fp8 import quantize
 from pantile._info import build_info, cuda_reason, devices, kernels
+from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
 
@@ -30,6 +31,7 @@ __all__ = [
     "explain",
     "kernels",
     "load_torch",
+    "merge_attention",
     "quantize",
     "varlen_attention",
 ]

@@ -53,10 +53,21 @@ def _scale(scale: object) -> float | None:
     return float(scale)
 
 
-def _check_flags(return_lse: object, deterministic: object) -> None:
-    for name, value in (("return_lse", return_lse), ("deterministic", deterministic)):
+def _check_flags(return_lse: object, return_max_logit: object, deterministic: object) -> None:
+    for name, value in (
+        ("return_lse", return_lse),
+        ("return_max_logit", return_max_logit),
+        ("deterministic", deterministic),
+    ):
         if value is not True and value is not False:
             raise TypeError(f"{name} is {value!r}; it must be True or False")
+
+
+def _extras(return_max_logit: bool, options: Options) -> tuple[bool, bool] | None:
+    """(max_logit, output_f32), or None when neither is wanted."""
+    if return_max_logit or options.output_dtype is not None:
+        return return_max_logit, options.output_f32
+    return None
 
 
 def _length(name: str, value: object) -> int:
@@ -67,16 +78,25 @@ def _length(name: str, value: object) -> int:
     return value.__index__()  # a NumPy integer, or a tensor of one element, which waits for it
 
 
-def _call(q, k, v, settings, options: Options, deterministic, return_lse):
+def _refuse_extras(return_max_logit: bool, options: Options) -> None:
+    if return_max_logit:
+        raise ValueError("return_max_logit is True; FP8 attention does not give the largest logit")
+    if options.output_dtype is not None:
+        raise ValueError("output_dtype is float32; FP8 attention gives o in 16 bits only")
+
+
+def _call(q, k, v, settings, options: Options, deterministic, return_lse, return_max_logit):
     """To the operator that serves the call."""
     flags = deterministic, options.checked, return_lse
     if type(q) is Quantized:
         if k is not None or v is not None:
             raise TypeError("k and v are set; they must be left out when q is pantile.Quantized")
+        _refuse_extras(return_max_logit, options)
         return _fp8_ops().attention(q, settings, options.fp8_exp, *flags)
     engine = _engine(q)
     if not options.fp8:
-        return engine.attention(q, k, v, settings, *flags)
+        return engine.attention(q, k, v, settings, *flags, _extras(return_max_logit, options))
+    _refuse_extras(return_max_logit, options)
     _require_torch(engine)
     return _fp8_ops().quantized_attention(q, k, v, settings, FP8_FORMAT, options.fp8_exp, *flags)
 
@@ -106,6 +126,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
 ):
@@ -128,14 +149,18 @@ def attention(
             position, both ends included; ``None`` or -1 lifts a side. Combines with ``causal``.
         scale: multiplies the scores; default ``head_dim ** -0.5``.
         return_lse: also return the log-sum-exp of each row's scores.
+        return_max_logit: also return the largest scaled score of each head.
         deterministic: bit-equal gradients for equal inputs; also on when
             ``torch.use_deterministic_algorithms`` is.
         options: see :class:`pantile.Options`.
 
     Returns:
-        o: ``[batch, seqlen_q, heads_q, head_dim_v]``, contiguous, dtype of q. With ``return_lse``
-        the pair (o, lse), lse float32, natural logarithm, ``[batch, heads_q, seqlen_q]``. Both are
-        differentiable once. A row that sees no key has o = 0, lse = -inf and zero gradients.
+        o: ``[batch, seqlen_q, heads_q, head_dim_v]``, contiguous, dtype of q unless
+        ``options.output_dtype`` says otherwise. With ``return_lse`` the pair (o, lse), lse float32,
+        natural logarithm, ``[batch, heads_q, seqlen_q]``. Both are differentiable once. A row that
+        sees no key has o = 0, lse = -inf and zero gradients. With ``return_max_logit`` the last
+        element is max_logit, float32 ``[batch, heads_q]``, not differentiable: -inf where no row
+        sees a key, NaN where some row's lse is.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, its value and the rule.
@@ -144,8 +169,8 @@ def attention(
     """
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     settings = _dense_settings(causal, window, scale, options)
-    _check_flags(return_lse, deterministic)
-    return _call(q, k, v, settings, options, deterministic, return_lse)
+    _check_flags(return_lse, return_max_logit, deterministic)
+    return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
 
 
 def _packed_settings(
@@ -193,6 +218,7 @@ def varlen_attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
 ):
@@ -209,11 +235,12 @@ def varlen_attention(
         max_seqlen_q, max_seqlen_k: no sequence is longer than these.
         seqused_q, seqused_k: int32 ``[batch]``: only the first ``seqused[b]`` rows of sequence b
             exist. The others give o = 0 and lse = -inf, and take no part in anything.
-        causal, window, scale, return_lse, deterministic, options: as in :func:`attention`; the
-            mask is aligned to the bottom right of each sequence.
+        causal, window, scale, return_lse, return_max_logit, deterministic, options: as in
+            :func:`attention`; the mask is aligned to the bottom right of each sequence.
 
     Returns:
-        o: ``[total_q, heads_q, head_dim_v]``; with ``return_lse`` also lse ``[heads_q, total_q]``.
+        o: ``[total_q, heads_q, head_dim_v]``; with ``return_lse`` also lse ``[heads_q, total_q]``,
+        with ``return_max_logit`` also max_logit ``[batch, heads_q]``, of each sequence.
 
     Raises:
         As :func:`attention`.
@@ -223,8 +250,8 @@ def varlen_attention(
         if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
             raise TypeError("q is pantile.Quantized, which knows its sequences; leave theirs out")
         settings = _dense_settings(causal, window, scale, options)
-        _check_flags(return_lse, deterministic)
-        return _call(q, k, v, settings, options, deterministic, return_lse)
+        _check_flags(return_lse, return_max_logit, deterministic)
+        return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
     settings = _packed_settings(
         cu_seqlens_q,
         cu_seqlens_k,
@@ -237,8 +264,8 @@ def varlen_attention(
         scale,
         options,
     )
-    _check_flags(return_lse, deterministic)
-    return _call(q, k, v, settings, options, deterministic, return_lse)
+    _check_flags(return_lse, return_max_logit, deterministic)
+    return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
 
 
 def explain(
@@ -256,6 +283,7 @@ def explain(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
 ) -> Explanation:
@@ -266,7 +294,7 @@ def explain(
     the kernel table was refused.
     """
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
-    _check_flags(return_lse, deterministic)
+    _check_flags(return_lse, return_max_logit, deterministic)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         if seqused_q is not None or seqused_k is not None:
             raise ValueError("seqused_q and seqused_k need cu_seqlens_q and cu_seqlens_k")
@@ -287,7 +315,8 @@ def explain(
     engine = _engine(q)
     operands = engine.prepare(q, k, v, settings[:4])
     if not options.fp8:
-        return explain_call(operands, settings, deterministic)
+        return explain_call(operands, settings, deterministic, _extras(return_max_logit, options))
+    _refuse_extras(return_max_logit, options)
     _require_torch(engine)
     rounded = _fp8_ops().like_backward(operands)
     fp8 = (*FP8_FORMAT, options.fp8_exp)

@@ -72,8 +72,10 @@ def _pass(answer: dict) -> PassExplanation:
     return PassExplanation(**{**answer, "copies": copies, "rows": rows})
 
 
-def explain_call(operands, settings: tuple, deterministic: bool) -> Explanation:
-    return Explanation(*map(_pass, _C.explain(*operands, *settings, deterministic)))
+def explain_call(operands, settings: tuple, deterministic: bool, extras) -> Explanation:
+    """``extras``: (max_logit, output_f32), or None when neither is wanted."""
+    answers = _C.explain(*operands, *settings, deterministic, *(extras or (False, False)))
+    return Explanation(*map(_pass, answers))
 
 
 def explain_fp8_call(operands, rounded, settings, fp8: tuple, deterministic: bool) -> Explanation:

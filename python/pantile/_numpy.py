@@ -54,22 +54,26 @@ def prepare(q, k, v, lengths: tuple) -> list[np.ndarray]:
     return [_raw(x) for x in (q, k, v)]
 
 
-def attention(q, k, v, settings, deterministic, checked, return_lse):
+def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
     """Same arguments as pantile._ops.attention; host arrays are always checked."""
     operands = prepare(q, k, v, settings[:4])
     packed = settings[0] is not None
     if q.ndim != (3 if packed else 4) or v.ndim != q.ndim:
         _C.explain(*operands, *settings, deterministic)  # raises: names the argument and its rank
     *rows, _ = q.shape
-    # Rows that seqused_q leaves out are never written, so outputs start as what such rows promise.
-    o = np.zeros((*rows, v.shape[-1]), dtype=q.dtype)
-    lse = None
+    wants_max_logit, output_f32 = extras or (False, False)
+    o = np.empty((*rows, v.shape[-1]), dtype=np.float32 if output_f32 else q.dtype)
+    lse = max_logit = None
     if return_lse:
-        lse = np.full((*rows[:-2], rows[-1], rows[-2]), -np.inf, dtype=np.float32)
+        lse = np.empty((*rows[:-2], rows[-1], rows[-2]), dtype=np.float32)
+    if wants_max_logit:
+        batch = max(settings[0].shape[0] - 1, 0) if packed else q.shape[0]
+        max_logit = np.full((batch, q.shape[-2]), -np.inf, dtype=np.float32)
     output = o.view(np.uint16) if _is_bfloat16(o.dtype) else o
-    while copies := _C.forward(*operands, output, lse, *settings):
+    while copies := _C.forward(*operands, output, lse, max_logit, *settings):
         for bit, name in enumerate(_NAMES):
             if copies >> bit & 1:
                 log.debug("copies %s, strides %s bytes", name, operands[bit].strides)
                 operands[bit] = np.array(operands[bit], order="C", copy=True)
-    return (o, lse) if return_lse else o
+    answer = [x for x in (o, lse, max_logit) if x is not None]
+    return tuple(answer) if len(answer) > 1 else o

@@ -1,6 +1,6 @@
-"""The torch operators ``pantile::forward`` and ``pantile::backward``.
+"""The torch operators ``pantile::forward``, ``pantile::forward_extra`` and ``pantile::backward``.
 
-Both are ordinary dispatcher operators: kernels for CPU and CUDA, a fake kernel for tracing, an
+All are ordinary dispatcher operators: kernels for CPU and CUDA, a fake kernel for tracing, an
 Autograd kernel, an Autocast kernel, a vmap rule and a FLOP formula. Plain eager calls take a short
 cut around the dispatcher that does the same work; it is taken only when nothing can be watching.
 """
@@ -25,6 +25,7 @@ _SETTINGS = (
 )
 _SETTINGS_COUNT = 10
 _LENGTHS_COUNT = 4  # the first settings are tensors
+_NO_EXTRAS = (False, False)
 _NO_LENGTHS = (None,) * _LENGTHS_COUNT
 
 _TENSOR_NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
@@ -36,12 +37,20 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
+    f"forward_extra(Tensor q, Tensor k, Tensor v, {_SETTINGS}, bool deterministic, bool checked,"
+    " bool max_logit, bool output_f32) -> (Tensor o, Tensor lse, Tensor max_logit)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
     f"backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
     f" {_SETTINGS}, bool deterministic) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 forward_op = torch.ops.pantile.forward.default
+# With what few calls want; max_logit is [0, heads] when it is not wanted.
+extra_op = torch.ops.pantile.forward_extra.default
 backward_op = torch.ops.pantile.backward.default
+_PLAIN_ARGUMENTS = 3 + _SETTINGS_COUNT + 2  # of forward
 
 _THREADS_FOLLOW = _runtime.install()
 
@@ -69,21 +78,22 @@ def _lse_shape(shape) -> tuple:
     return (*shape[:-3], shape[-2], shape[-3])
 
 
-def _new_outputs(q: Tensor, v: Tensor, partial: bool, wants_lse: bool):
-    """o and lse; rows that ``seqused_q`` leaves out are never written, so they are set here."""
+def _batch(q: Tensor, settings) -> int:
+    return q.shape[0] if settings[0] is None else max(settings[0].shape[0] - 1, 0)
+
+
+def _new_outputs(q: Tensor, v: Tensor, wants_lse: bool, output_f32: bool):
     shape = q.shape
     head_dim_v = v.shape[-1]
-    if shape[-1] == head_dim_v and q.is_contiguous():
+    if output_f32:
+        o = q.new_empty((*shape[:-1], head_dim_v), dtype=torch.float32)
+    elif shape[-1] == head_dim_v and q.is_contiguous():
         o = torch.empty_like(q)
     else:
         o = q.new_empty((*shape[:-1], head_dim_v))
     lse = None
     if wants_lse:
         lse = q.new_empty(_lse_shape(shape), dtype=torch.float32)
-    if partial:
-        o.zero_()
-        if wants_lse:
-            lse.fill_(-torch.inf)
     return o, lse
 
 
@@ -93,7 +103,8 @@ def _check_lengths(q, k, settings) -> None:
     _C.check_sequences(*lengths, settings[4], settings[5], q.shape[0], k.shape[0])
 
 
-def _run_forward(q, k, v, settings, checked: bool, wants_lse: bool):
+def _run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None):
+    """(o, lse, max_logit), the last two None when not wanted; ``extras``: (max_logit, f32)."""
     if not _THREADS_FOLLOW:
         _C.set_cpu_threads(torch.get_num_threads())
     packed = settings[0] is not None
@@ -102,19 +113,22 @@ def _run_forward(q, k, v, settings, checked: bool, wants_lse: bool):
         _reject(q, k, v, settings)
     if checked and packed:
         _check_lengths(q, k, settings)
-    o, lse = _new_outputs(q, v, settings[2] is not None, wants_lse)
-    copies = _C.forward(q, k, v, o, lse, *settings)
+    max_logit = None
+    wants_max_logit, output_f32 = extras or _NO_EXTRAS
+    o, lse = _new_outputs(q, v, wants_lse, output_f32)
+    if wants_max_logit:  # kernels raise it
+        shape = (_batch(q, settings), q.shape[-2])
+        max_logit = q.new_full(shape, -torch.inf, dtype=torch.float32)
+    copies = _C.forward(q, k, v, o, lse, max_logit, *settings)
     if copies:
         operands = [q, k, v]
         while copies:
             _copy(copies, operands, ("q", "k", "v"))
-            copies = _C.forward(*operands, o, lse, *settings)
-    return o, lse
+            copies = _C.forward(*operands, o, lse, max_logit, *settings)
+    return o, lse, max_logit
 
 
-def _new_gradient(x: Tensor, partial: bool) -> Tensor:
-    if partial:
-        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+def _new_gradient(x: Tensor) -> Tensor:
     if x.is_contiguous():
         return torch.empty_like(x)  # a little faster than with a memory format
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -124,11 +138,7 @@ def _run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic: bo
     if not _THREADS_FOLLOW:
         _C.set_cpu_threads(torch.get_num_threads())
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    grads = (
-        _new_gradient(q, settings[2] is not None),
-        _new_gradient(k, settings[3] is not None),
-        _new_gradient(v, settings[3] is not None),
-    )
+    grads = (_new_gradient(q), _new_gradient(k), _new_gradient(v))
     copies = _C.backward(grad_o, grad_lse, q, k, v, o, lse, *grads, *settings, deterministic)
     if copies:
         names = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
@@ -144,7 +154,15 @@ def _run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic: bo
 
 def _forward_kernel(q, k, v, *rest):
     settings, (_, checked) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-    return _run_forward(q, k, v, settings, checked, True)
+    return _run_forward(q, k, v, settings, checked, True)[:2]
+
+
+def _extra_kernel(q, k, v, *rest):
+    settings, (_, checked, *extras) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
+    o, lse, max_logit = _run_forward(q, k, v, settings, checked, True, extras)
+    if max_logit is None:
+        max_logit = q.new_empty((0, q.shape[-2]), dtype=torch.float32)
+    return o, lse, max_logit
 
 
 def _backward_kernel(grad_o, grad_lse, q, k, v, o, lse, *rest):
@@ -154,6 +172,7 @@ def _backward_kernel(grad_o, grad_lse, q, k, v, o, lse, *rest):
 
 for _key in ("CPU", "CUDA"):
     _library.impl("forward", _forward_kernel, _key)
+    _library.impl("forward_extra", _extra_kernel, _key)
     _library.impl("backward", _backward_kernel, _key)
 
 
@@ -167,6 +186,16 @@ def _fake_forward(q, k, v, *rest):
         raise ValueError(f"q has {q.ndim} and v {v.ndim} dimensions; both must have {rank}")
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return o, q.new_empty(_lse_shape(q.shape), dtype=torch.float32)
+
+
+@torch.library.register_fake("pantile::forward_extra", lib=_library)
+def _fake_extra(q, k, v, *rest):
+    o, lse = _fake_forward(q, k, v, *rest)
+    wants_max_logit, output_f32 = rest[-2:]
+    if output_f32:
+        o = o.to(torch.float32)
+    rows = _batch(q, rest) if wants_max_logit else 0
+    return o, lse, q.new_empty((rows, q.shape[-2]), dtype=torch.float32)
 
 
 @torch.library.register_fake("pantile::backward", lib=_library)
@@ -194,29 +223,32 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 class _Attention(torch.autograd.Function):
     """First derivatives, in eager mode and in traced graphs.
 
-    ``call`` is (settings, deterministic, checked, direct, wants_lse); ``direct`` calls the kernels
-    without the dispatcher, for the short cut below. One tuple, and lse as an output only when it is
-    wanted, because every argument and output costs time.
+    ``call`` is (settings, deterministic, checked, direct, wants_lse, extras); ``direct`` calls the
+    kernels without the dispatcher, for the short cut below. One tuple, and lse and max_logit as
+    outputs only when they are wanted, because every argument and output costs time.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, call):
-        settings, deterministic, checked, direct, wants_lse = call
+        settings, deterministic, checked, direct, wants_lse, extras = call
         if direct:
-            o, lse = _run_forward(q, k, v, settings, checked, True)
+            o, lse, max_logit = _run_forward(q, k, v, settings, checked, True, extras)
         else:
             with _below_autograd():
-                o, lse = forward_op(q, k, v, *settings, deterministic, checked)
+                o, lse, max_logit = _dispatch(q, k, v, settings, deterministic, checked, extras)
         if settings[0] is None:
             ctx.save_for_backward(q, k, v, o, lse)
         else:
             ctx.save_for_backward(q, k, v, o, lse, *settings[:_LENGTHS_COUNT])
         ctx.call = (settings[_LENGTHS_COUNT:], deterministic, direct)
         ctx.set_materialize_grads(False)
+        if max_logit is not None:
+            ctx.mark_non_differentiable(max_logit)
+            return (o, lse, max_logit) if wants_lse else (o, max_logit)
         return (o, lse) if wants_lse else o
 
     @staticmethod
-    def backward(ctx, grad_o, grad_lse=None):
+    def backward(ctx, grad_o, grad_lse=None, _=None):
         if grad_o is None and grad_lse is None:
             return None, None, None, None
         settings, deterministic, direct = ctx.call
@@ -224,6 +256,7 @@ class _Attention(torch.autograd.Function):
         settings = (*(lengths or _NO_LENGTHS), *settings)
         if grad_o is None:
             grad_o = torch.zeros_like(o)
+        o, grad_o = _like_query(q, o), _like_query(q, grad_o)
         # create_graph=True must meet the operator, whose own derivative raises.
         if direct and not torch.is_grad_enabled() and _takes_short_cut(grad_o):
             run, flat = _run_backward, (settings, deterministic)
@@ -232,6 +265,19 @@ class _Attention(torch.autograd.Function):
         return (*run(grad_o, grad_lse, q, k, v, o, lse, *flat), None)
 
     jvp = staticmethod(_no_forward_mode)
+
+
+def _dispatch(q, k, v, settings, deterministic, checked, extras):
+    """(o, lse, max_logit or None) by the operators."""
+    if extras is None:
+        return *forward_op(q, k, v, *settings, deterministic, checked), None
+    o, lse, max_logit = extra_op(q, k, v, *settings, deterministic, checked, *extras)
+    return o, lse, max_logit if extras[0] else None
+
+
+def _like_query(q: Tensor, x: Tensor) -> Tensor:
+    """o and its gradient as the backward takes them, when the forward gave o in float32."""
+    return x if x.dtype is q.dtype else x.to(q.dtype)
 
 
 class _AttentionGradient(torch.autograd.Function):
@@ -255,9 +301,19 @@ def _differentiates(tensors) -> bool:
 def _forward_autograd(q, k, v, *rest):
     if _differentiates((q, k, v)):
         settings, (deterministic, checked) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-        return _Attention.apply(q, k, v, (settings, deterministic, checked, False, True))
+        return _Attention.apply(q, k, v, (settings, deterministic, checked, False, True, None))
     with _below_autograd():
         return forward_op(q, k, v, *rest)
+
+
+def _extra_autograd(q, k, v, *rest):
+    if _differentiates((q, k, v)):
+        settings, (deterministic, checked, *extras) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
+        call = (settings, deterministic, checked, False, True, tuple(extras))
+        o, lse, *max_logit = _Attention.apply(q, k, v, call)
+        return o, lse, *(max_logit or [q.new_empty((0, q.shape[-2]), dtype=torch.float32)])
+    with _below_autograd():
+        return extra_op(q, k, v, *rest)
 
 
 def _backward_autograd(*args):
@@ -268,6 +324,7 @@ def _backward_autograd(*args):
 
 
 _library.impl("forward", _forward_autograd, "Autograd")
+_library.impl("forward_extra", _extra_autograd, "Autograd")
 _library.impl("backward", _backward_autograd, "Autograd")
 
 
@@ -281,12 +338,16 @@ def _register_autocast(device_type: str, key: str) -> None:
         castable = x.is_floating_point() and x.dtype is not torch.float64
         return x.to(dtype) if castable else x
 
-    def autocast_forward(q, k, v, *rest):
-        dtype = torch.get_autocast_dtype(device_type)
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return forward_op(cast(q, dtype), cast(k, dtype), cast(v, dtype), *rest)
+    def casting(op):
+        def call(q, k, v, *rest):
+            dtype = torch.get_autocast_dtype(device_type)
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return op(cast(q, dtype), cast(k, dtype), cast(v, dtype), *rest)
 
-    _library.impl("forward", autocast_forward, key)
+        return call
+
+    _library.impl("forward", casting(forward_op), key)
+    _library.impl("forward_extra", casting(extra_op), key)
 
 
 _register_autocast("cpu", "AutocastCPU")
@@ -331,11 +392,16 @@ def _vmap_forward(info, in_dims, *args):
     return _mapped(forward_op, 3, info, in_dims, *args)
 
 
+def _vmap_extra(info, in_dims, *args):
+    return _mapped(extra_op, 3, info, in_dims, *args)
+
+
 def _vmap_backward(info, in_dims, *args):
     return _mapped(backward_op, 7, info, in_dims, *args)
 
 
 torch.library.register_vmap("pantile::forward", _vmap_forward, lib=_library)
+torch.library.register_vmap("pantile::forward_extra", _vmap_extra, lib=_library)
 torch.library.register_vmap("pantile::backward", _vmap_backward, lib=_library)
 
 
@@ -362,18 +428,24 @@ class _TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args):
-        return forward_op(*args)
+        return (forward_op if len(args) == _PLAIN_ARGUMENTS else extra_op)(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, *rest = inputs
-        ctx.save_for_backward(q, k, v, *output, *rest[:_LENGTHS_COUNT])
-        ctx.settings = rest[_LENGTHS_COUNT:-1]  # the gradient has no `checked`
+        ctx.save_for_backward(q, k, v, *output[:2], *rest[:_LENGTHS_COUNT])
+        ctx.settings = rest[_LENGTHS_COUNT : _SETTINGS_COUNT + 1]  # to `deterministic`
+        ctx.inputs = len(inputs)
+        ctx.mark_non_differentiable(*output[2:])
 
     @staticmethod
-    def backward(ctx, grad_o, grad_lse):
-        grads = _TransformedGradient.apply(grad_o, grad_lse, *ctx.saved_tensors, *ctx.settings)
-        return (*grads, *(None,) * (_SETTINGS_COUNT + 2))
+    def backward(ctx, grad_o, grad_lse, _=None):
+        q, k, v, o, lse, *lengths = ctx.saved_tensors
+        grads = _TransformedGradient.apply(
+            _like_query(q, grad_o), grad_lse, q, k, v, _like_query(q, o), lse, *lengths,
+            *ctx.settings,
+        )  # fmt: skip
+        return (*grads, *(None,) * (ctx.inputs - 3))
 
     jvp = staticmethod(_no_forward_mode)
 
@@ -399,7 +471,9 @@ def _pairs(q, k, rest) -> int:
     return q.shape[1] * sum(visible_pairs(sq, sk, left, right) for sq, sk in lengths)
 
 
-@flop_counter.register_flop_formula(torch.ops.pantile.forward, get_raw=True)
+@flop_counter.register_flop_formula(
+    [torch.ops.pantile.forward, torch.ops.pantile.forward_extra], get_raw=True
+)
 def _forward_flops(q, k, v, *rest, out_val=None, **_) -> int:
     return 2 * _pairs(q, k, rest) * (q.shape[-1] + v.shape[-1])
 
@@ -486,21 +560,27 @@ def prepare(q, k, v, lengths: tuple) -> tuple:
     return q, k, v
 
 
-def attention(q, k, v, settings, deterministic, checked, return_lse):
-    """(o, lse) or o, by the shortest way that the state of torch allows."""
+def _chosen(o, lse, max_logit, return_lse: bool):
+    if max_logit is not None:
+        return (o, lse, max_logit) if return_lse else (o, max_logit)
+    return (o, lse) if return_lse else o
+
+
+def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
+    """o, or a tuple of o and what else is wanted, by the shortest way that torch's state allows."""
     operands = (q, k, v)
     if settings[0] is not None:
         operands += tuple(x for x in settings[:_LENGTHS_COUNT] if x is not None)
     if _takes_short_cut(*operands):
         if _records(q, k, v):
-            call = (settings, deterministic, checked, True, return_lse)
+            call = (settings, deterministic, checked, True, return_lse, extras)
             return _apply_directly(q, k, v, call)
-        o, lse = _run_forward(q, k, v, settings, checked, return_lse)
-        return (o, lse) if return_lse else o
+        return _chosen(*_run_forward(q, k, v, settings, checked, return_lse, extras), return_lse)
     if not _is_compiling():
         prepare(q, k, v, settings[:_LENGTHS_COUNT])
-    call = forward_op
     if not _is_compiling() and _in_transform():
-        call = _TransformedAttention.apply
-    o, lse = call(q, k, v, *settings, deterministic, checked)
-    return (o, lse) if return_lse else o
+        o, lse, *rest = _TransformedAttention.apply(
+            q, k, v, *settings, deterministic, checked, *(extras or ())
+        )
+        return _chosen(o, lse, rest[0] if extras and extras[0] else None, return_lse)
+    return _chosen(*_dispatch(q, k, v, settings, deterministic, checked, extras), return_lse)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 BACKENDS = ("auto", "hopper", "ampere", "cpu", "reference")
 FP8_EXPS = ("code", "mixed", "exp2")
+_FLOAT32 = ("float32", "torch.float32", "<class 'numpy.float32'>")
 _LOG_LEVELS = ("debug", "info", "warning")
 
 
@@ -35,6 +36,9 @@ class Options:
     fp8_exp: how FP8 turns scores into weights: ``"code"`` computes the e4m3 code of a weight
         straight from its score, an approximation to e4m3's own precision and the fastest;
         ``"exp2"`` rounds the true exponential; ``"mixed"`` does each for half of them.
+    output_dtype: ``None`` gives o the dtype of q. ``"float32"`` (or ``torch.float32``) gives it as
+        accumulated: normalised like any output, but not rounded to 16 bits. For partial results
+        over parts of the keys, which :func:`pantile.merge_attention` joins.
     checked: read ``cu_seqlens`` and ``seqused`` before launching and refuse wrong contents. On a
         GPU that waits for the device; on the CPU the contents are always checked.
     """
@@ -43,6 +47,7 @@ class Options:
     checked: bool = False
     fp8: bool = False
     fp8_exp: str = "code"
+    output_dtype: object = None
 
     def __post_init__(self) -> None:
         _choice("backend", self.backend, BACKENDS)
@@ -50,6 +55,12 @@ class Options:
         for name in ("checked", "fp8"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.output_dtype is not None and not self.output_f32:
+            raise ValueError(f"output_dtype is {self.output_dtype!r}; it must be None or float32")
+
+    @property
+    def output_f32(self) -> bool:
+        return self.output_dtype is not None and str(self.output_dtype) in _FLOAT32
 
 
 DEFAULT_OPTIONS = Options()

@@ -138,6 +138,20 @@ TEST_F(Run, WithoutLse) {
   EXPECT_TRUE(run().ok());
 }
 
+TEST_F(Run, MaxLogitIsRaised) {
+  float max_logit[2] = {-std::numeric_limits<float>::infinity(), 3.0f};
+  tensors_.max_logit = max_logit;
+  expect_refused("max_logit is set; it must be null because wants_max_logit is false");
+  problem_.wants_max_logit = true;
+  ASSERT_TRUE(run().ok());
+  EXPECT_FLOAT_EQ(max_logit[0], 0.25f);  // 4 * 0.25 * 0.5, times the scale of 0.5
+  EXPECT_FLOAT_EQ(max_logit[1], 3.0f);   // larger than any score of this run
+  tensors_.max_logit = nullptr;
+  reset(3, 5);
+  problem_.wants_max_logit = true;
+  expect_refused("max_logit is null; it must be set because wants_max_logit is true");
+}
+
 TEST_F(Run, OptionalArraysMustMatchTheProblem) {
   const std::int32_t offsets[] = {0, 3};
   tensors_.cu_seqlens_q = offsets;

@@ -144,6 +144,36 @@ def test_poison_past_seqused(target, bad):
     assert_unchanged(clean, everything(case, target, poisoned))
 
 
+@pytest.mark.parametrize("output_dtype", [None, torch.float32], ids=str)
+def test_unused_rows_are_written(target, output_dtype):
+    """By the kernels themselves, into outputs that hold something else: C++ callers rely on it."""
+    dtype = default_dtype(target)
+    case = packed(target, [40, 0, 170], [50, 3, 66], dtype, causal=True)
+    used = [
+        torch.tensor(x, dtype=torch.int32, device=target.device) for x in ([17, 0, 130], [33, 2, 0])
+    ]
+    case.arguments |= {"seqused_q": used[0], "seqused_k": used[1]}
+    require_kernel(case, target)
+    settings = (*case.lengths, *used, *case.longest, None, -1, 0, target.backend)
+    o = torch.full(case.q.shape, 7.0, dtype=output_dtype or dtype, device=target.device)
+    lse = torch.full((4, 210), 7.0, device=target.device)
+    assert pantile._C.forward(*case.operands, o, lse, None, *settings) == 0
+    unused_q, unused_k = torch.ones(210, dtype=torch.bool), torch.ones(119, dtype=torch.bool)
+    unused_q[:17] = unused_q[40 : 40 + 130] = False
+    unused_k[:33] = unused_k[50:52] = False
+    assert not o[unused_q].any()
+    assert torch.isneginf(lse[:, unused_q]).all()
+    assert o[:17].any()
+    if output_dtype is not None or case.explain(options=target.options).backward.kernel is None:
+        return
+    grads = [torch.full_like(x, 7.0) for x in case.operands]
+    inputs = torch.ones_like(o), None, *case.operands, o, lse
+    assert pantile._C.backward(*inputs, *grads, *settings, False) == 0
+    for gradient, unused in zip(grads, (unused_q, unused_k, unused_k), strict=True):
+        assert not gradient[unused].any()
+        assert gradient[:17].any()
+
+
 def test_attended_nan_reaches_its_rows_and_no_other(target):
     case = dense(target, default_dtype(target), batch=1, rows=90, keys=90, causal=True)
     require_kernel(case, target)

@@ -213,7 +213,7 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
 inline void write_block(const ForwardJob& job, const ForwardBlock& block,
                         const ForwardScratch& scratch) {
   const int width = padded(job.dim_v);
-  with_element(job.dtype, [&](auto element) {
+  with_element(job.output_dtype, [&](auto element) {
     using Element = decltype(element);
     typename Element::Raw* o = head_address<Element>(job.o, block.batch, block.head);
     for (int i = 0; i < block.rows.size(); ++i) {
@@ -233,11 +233,17 @@ inline void write_block(const ForwardJob& job, const ForwardBlock& block,
       lse[i] = sum == 0.0f ? kHidden : scratch.row_max[i] + __builtin_logf(sum);
     }
   }
+  if (job.max_logit != nullptr) {
+    float* entry = job.max_logit + std::int64_t{block.batch} * job.heads.heads_q + block.head;
+    for (int i = 0; i < block.rows.size(); ++i) {
+      raise_max_logit(entry, scratch.row_max[i], scratch.row_sum[i]);
+    }
+  }
 }
 
 // Rows that exist in memory but take no part: O = 0, LSE = -inf.
 inline void write_unused(const ForwardJob& job, int batch, int head, Span rows) {
-  clear_rows(job.dtype, job.o, batch, head, rows, job.dim_v);
+  clear_rows(job.output_dtype, job.o, batch, head, rows, job.dim_v);
   if (job.lse.data != nullptr) {
     float* lse = head_values(job.lse, job.q.side, batch, head);
     for (int row = rows.begin; row < rows.end; ++row) {

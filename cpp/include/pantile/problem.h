@@ -39,7 +39,7 @@ struct Fp8Format {
 };
 
 struct ForwardProblem {
-  DType dtype = DType::bf16;    // of Q, K, V and, except for e4m3, of O
+  DType dtype = DType::bf16;    // of Q, K, V and, except for e4m3 and output_f32, of O
   std::int64_t batch = 0;       // sequences
   std::int64_t heads_q = 0;     // query heads, a multiple of heads_k
   std::int64_t heads_k = 0;     // key/value heads
@@ -52,10 +52,13 @@ struct ForwardProblem {
   // are the rows of sequence b. Q and K may be packed independently.
   bool packed_q = false;
   bool packed_k = false;
-  std::int64_t total_q = 0;    // rows of packed Q; batch * seqlen_q otherwise
-  std::int64_t total_k = 0;    // rows of packed K; batch * seqlen_k otherwise
-  bool has_seqused_q = false;  // only the first seqused_q[b] rows of sequence b exist
-  bool has_seqused_k = false;  // only the first seqused_k[b] keys of sequence b exist
+  std::int64_t total_q = 0;  // rows of packed Q; batch * seqlen_q otherwise
+  std::int64_t total_k = 0;  // rows of packed K; batch * seqlen_k otherwise
+  // Only the first seqused_q[b] rows, or seqused_k[b] keys, of sequence b exist. The others are not
+  // read; outputs there are those of a row or key that nothing attends to: O = 0, LSE = -inf,
+  // gradients 0.
+  bool has_seqused_q = false;
+  bool has_seqused_k = false;
 
   // Row i of a sequence with Sq rows and Sk keys sees key j when
   //   i + (Sk - Sq) - window_left <= j <= i + (Sk - Sq) + window_right;   kUnbounded lifts a side.
@@ -65,6 +68,15 @@ struct ForwardProblem {
 
   float scale = 0.0f;     // multiplies Q K^T; must be finite
   bool wants_lse = true;  // LSE fp32: [batch, heads_q, seqlen_q], packed: [heads_q, total_q]
+
+  // Forward only. Raises each entry of max_logit, fp32 [batch, heads_q], to the largest scaled
+  // score of that sequence and head, or to NaN where a row's LSE is: the caller sets -inf before
+  // the first of the runs that share it. GPU kernels then follow the running maximum of every row
+  // closely, which costs a few percent.
+  bool wants_max_logit = false;
+  // Forward only. O is fp32, as accumulated: normalised like any O, but not rounded to `dtype`, for
+  // partial results that will be merged by their LSE.
+  bool output_f32 = false;
 
   Layout q, k, v, o;  // e4m3: q, k and v are not read, those operands have one form (quantize.h)
 
@@ -85,6 +97,7 @@ struct ForwardTensors {
   const void* v = nullptr;                     // [batch, seqlen_k, heads_k, head_dim_v]
   void* o = nullptr;                           // [batch, seqlen_q, heads_q, head_dim_v]
   float* lse = nullptr;                        // contiguous; may be null when wants_lse is false
+  float* max_logit = nullptr;                  // contiguous; null unless wants_max_logit
   const std::int32_t* cu_seqlens_q = nullptr;  // [batch + 1], packed Q only
   const std::int32_t* cu_seqlens_k = nullptr;  // [batch + 1], packed K only
   const std::int32_t* seqused_q = nullptr;     // [batch]
@@ -92,10 +105,19 @@ struct ForwardTensors {
   Fp8Tensors fp8;                              // dtype e4m3 only
 };
 
+// The dtype of O.
+constexpr DType output_dtype(const ForwardProblem& problem) {
+  return problem.output_f32             ? DType::f32
+         : problem.dtype == DType::e4m3 ? problem.fp8.output
+                                        : problem.dtype;
+}
+
 // Gradients of the forward problem. dLSE is folded into the row term:
 //   dS = P * (dO V^T - rowsum(dO * O) + dLSE)
 struct BackwardProblem {
-  ForwardProblem forward;      // wants_lse must be true: the backward recomputes P from it
+  // wants_lse must be true: the backward recomputes P from LSE. wants_max_logit and output_f32 must
+  // be false: O has the dtype of Q here.
+  ForwardProblem forward;
   bool deterministic = false;  // equal inputs give bit-equal gradients
   bool has_grad_lse = false;
   Layout grad_o, grad_q, grad_k, grad_v;
