@@ -164,6 +164,8 @@ def flex(name: str, problem: Problem) -> Contender | str:
 
 @functools.cache
 def fa3_operators():
+    if "FA3_SO" not in os.environ:
+        raise RuntimeError("FA3_SO is not set")
     torch.ops.load_library(os.environ["FA3_SO"])
     return torch.ops.flash_attn_3
 
@@ -191,8 +193,6 @@ def _fa3_keywords(problem: Problem) -> dict:
 
 
 def fa3_forward(name: str, problem: Problem) -> Contender | str:
-    if "FA3_SO" not in os.environ:
-        return "FA3_SO is not set"
     q, k, v = problem.q, problem.k, problem.v
     keywords = _fa3_keywords(problem)
     try:
