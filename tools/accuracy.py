@@ -19,6 +19,7 @@ by more than 25 %.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -30,7 +31,7 @@ from dataclasses import asdict, dataclass
 
 import pantile
 import torch
-from pantile.bench import measure, sweep
+from pantile.bench import measure
 from pantile.bench.peers import FP8
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -513,30 +514,40 @@ def main() -> None:
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch sees no CUDA device")
     print("RMSE/largest error of each result against float64")
-    rows = []
+    report(measured_rows(arguments), arguments.out, device)
+
+
+def measured_rows(arguments: argparse.Namespace) -> Iterator[dict]:
+    device = arguments.device
     if arguments.only != "rows":
-        rows += [row for case in fp8_cases(device) for row in shown(measure_fp8(case, device))]
+        for case in fp8_cases(device):
+            yield from measure_fp8(case, device)
     if arguments.only != "fp8":
-        backward = not arguments.forward_only
         for case in cases_of(device):
-            rows += shown(measure_case(case, device, backward))
-    if arguments.out is not None:
-        header = {
-            "kind": "run",
-            "commit": measure.commit(),
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        }
-        sweep.write(arguments.out, [header, *rows])
-        print(f"wrote {arguments.out}")
+            yield from measure_case(case, device, not arguments.forward_only)
 
 
-def shown(rows: Iterator[dict]) -> list[dict]:
-    kept = []
-    for row in rows:
-        print_row(row)
-        kept.append(row)
-    return kept
+def report(rows: Iterator[dict], out: pathlib.Path | None, device: str) -> None:
+    """Prints and writes each row as it comes, so that a long run that ends early leaves a file."""
+    header = {
+        "kind": "run",
+        "commit": measure.commit(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+    }
+    with contextlib.ExitStack() as stack:
+        file = None
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(out.open("w"))
+            file.write(json.dumps(header) + "\n")
+        for row in rows:
+            print_row(row)
+            if file is not None:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+    if out is not None:
+        print(f"wrote {out}")
 
 
 if __name__ == "__main__":

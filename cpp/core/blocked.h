@@ -49,9 +49,10 @@ PANTILE_HD constexpr float mean_term(float x) {
   return is_finite(x) ? x : 0.0f;
 }
 
-// Sums of finite numbers may overflow. Any vector may be subtracted from all keys; then it is zero.
+// Sums of finite numbers may overflow, and a sequence may be empty. Any vector may be subtracted
+// from all keys; in these cases it is zero.
 PANTILE_HD constexpr float channel_mean(float sum, int length) {
-  return length > 0 ? mean_term(sum / static_cast<float>(length)) : 0.0f;
+  return mean_term(sum / static_cast<float>(length));
 }
 
 PANTILE_HD constexpr float fold_sums(float* sums, int count) {

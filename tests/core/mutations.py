@@ -44,8 +44,10 @@ class Mutation:
 
 
 FILE_OF_SUITE = {
+    "Blocked": "test_blocked.cc",
     "Fragment": "test_fragment.cc",
     "Geometry": "test_geometry.cc",
+    "Hadamard": "test_hadamard.cc",
     "Heads": "test_sequence.cc",
     "Integer": "test_integer.cc",
     "Pages": "test_sequence.cc",
@@ -402,6 +404,65 @@ LISTED = {
             "const int whole = section;",
         ),
     ],
+    "blocked.h": [
+        (
+            "Blocked.DenseSequencesFollowEachOther",
+            "ceil_div(side.max_length, kBlockedRows)",
+            "(side.max_length / kBlockedRows)",
+        ),
+        (
+            "Blocked.PackedSequencesNeverShareABlock",
+            "first_packed_block(side.cu_seqlens[batch], batch, kBlockedRows)",
+            "side.cu_seqlens[batch] / kBlockedRows",
+        ),
+        (
+            "Blocked.ColumnsOfVAreAPermutation",
+            "(key % 8 / 2) * 4 + (key / 8 % 2) * 2",
+            "(key % 8 / 2) * 4 + (1 - key / 8 % 2) * 2",
+        ),
+        ("Blocked.ColumnsOfVAreAPermutation", "(column / 2 % 2) * 8", "(column / 2 % 2) * 4"),
+        (
+            "Blocked.FourNeighbouringColumnsBelongToOneThread",
+            "(column / 4 % 4) * 2",
+            "(3 - column / 4 % 4) * 2",
+        ),
+        (
+            "Blocked.FoldsHalvesOntoEachOther",
+            "o = count / 2; o > 0; o /= 2",
+            "o = 1; o < count; o *= 2",
+        ),
+        ("Blocked.MeansAreFinite", "return is_finite(x) ? x : 0.0f;", "return x;"),
+        (
+            "Blocked.MeansAreFinite",
+            "return mean_term(sum / static_cast<float>(length));",
+            "return sum / static_cast<float>(length);",
+        ),
+    ],
+    "hadamard.h": [
+        (
+            "Hadamard.GroupIsTheLargestPowerOfTwoThatDivides",
+            "head_dim & -head_dim",
+            "head_dim & ~(head_dim - 1) & 128",
+        ),
+        (
+            "Hadamard.GroupIsTheLargestPowerOfTwoThatDivides",
+            "return group < kMaxRotatedDim ? group : kMaxRotatedDim;",
+            "return group;",
+        ),
+        ("Hadamard.RotatesByItsDefinition", "x[c + distance] = a - b;", "x[c + distance] = b - a;"),
+        ("Hadamard.RotatesByItsDefinition", "1.0f / static_cast<float>(group)", "1.0f"),
+        (
+            "Hadamard.SumsNeighboursFirst",
+            "int distance = 1; distance < group; distance *= 2",
+            "int distance = group / 2; distance > 0; distance /= 2",
+        ),
+        ("Hadamard.SignsAreBalanced", "0x9E3779B9u, 0x7F4A7C15u", "0xFFFFFFFFu, 0xFFFFFFFFu"),
+        (
+            "Hadamard.FiniteRowsStayFiniteAndOthersDoNot",
+            "x[c] *= hadamard_factor(c, group);",
+            "x[c] *= hadamard_factor(c, 1);",
+        ),
+    ],
     "scaling.h": [
         (
             "Scaling.TiesGoToEvenAndTheirNeighboursDoNot",
@@ -513,6 +574,12 @@ LISTED = {
             "Scaling.QuantizedBlocksAreWithinHalfAStep",
             "clamp(x * block.inverse, -limit, limit)",
             "clamp(x * block.scale, -limit, limit)",
+        ),
+        ("Scaling.ScoreCodesFitFp16Sums", "head_dim <= 128 ? 16.0f : 15.0f", "16.0f"),
+        (
+            "Scaling.StoredScalesAreFinite",
+            "block.scale < kLargestPower / factor ? block.scale * factor : kLargestPower",
+            "block.scale * factor",
         ),
         (
             "Scaling.RatiosOfScalesAreExactAndFinite",

@@ -258,6 +258,21 @@ TEST(Scaling, NonFiniteElementsBecomeNaNAndSpareTheirBlock) {
   EXPECT_EQ(quantize(-1e30f, scale, 16.0f), encode_e4m3(-16.0f));
 }
 
+TEST(Scaling, ScoreCodesFitFp16Sums) {
+  for (int dim = 1; dim <= pantile::core::kMaxFp8Dim; ++dim) {
+    const float limit = pantile::core::score_code_limit(dim);
+    ASSERT_LE(static_cast<float>(dim) * limit * limit, 65504.0f) << dim;
+    ASSERT_EQ(decode_e4m3(encode_e4m3(limit)), limit);  // the largest code is a code
+  }
+}
+
+TEST(Scaling, StoredScalesAreFinite) {
+  EXPECT_EQ(pantile::core::stored_scale(BlockScale{0.25f, 4.0f}, 128.0f), 32.0f);
+  EXPECT_EQ(pantile::core::stored_scale(BlockScale{0.25f, 4.0f}, 1.0f), 0.25f);
+  const BlockScale largest = block_scale(kLargestFloat, 16.0f);
+  EXPECT_EQ(pantile::core::stored_scale(largest, 256.0f), std::ldexp(1.0f, 127));
+}
+
 TEST(Scaling, RatiosOfScalesAreExactAndFinite) {
   const BlockScale one = block_scale(448.0f, 448.0f);
   const BlockScale eight = block_scale(448.0f * 8, 448.0f);

@@ -7,8 +7,11 @@ import pathlib
 
 import pytest
 import results_docs
+import results_files
+import results_reports
+import results_speed
 
-PAGE = results_docs.ROOT / "docs/page.md"
+PAGE = results_files.ROOT / "docs/page.md"
 
 
 def timing(case: str, what: str, seqlen: int, ours: float, **others: float) -> dict:
@@ -30,10 +33,10 @@ def timing(case: str, what: str, seqlen: int, ours: float, **others: float) -> d
 
 @pytest.fixture
 def results(tmp_path, monkeypatch) -> pathlib.Path:
-    monkeypatch.setattr(results_docs, "ROOT", tmp_path)
+    monkeypatch.setattr(results_files, "ROOT", tmp_path)
     folder = tmp_path / "benchmarks/results"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(results_docs, "RESULTS", folder)
+    monkeypatch.setattr(results_files, "RESULTS", folder)
     return folder
 
 
@@ -46,12 +49,14 @@ def test_speed_block(results):
     rows = [
         timing("d64 full 512", "forward", 512, 1.0, a=2.0, b=0.5),
         timing("d64 causal 512", "forward", 512, 2.0, a=4.0),
-        timing("window at 1k", "forward", 1024, 4.0),
+        timing("window at 1k", "forward", 1024, 4.0) | {"absent": {"c": "not there"}},
     ]
     write(results / "x.jsonl", [run, *rows])
-    text = "\n".join(results_docs.speed(results_docs.ROOT / "docs/page.md"))
+    text = "\n".join(results_speed.speed(results_files.ROOT / "docs/page.md"))
     assert "GPU X, torch 2.11, commit abc" in text
     assert "[`x.jsonl`](../benchmarks/results/x.jsonl)" in text
+    assert "Forward, bfloat16, back to back: TFLOP/s, in brackets" in text
+    assert "Absent: c (not there)." in text
     assert "| 64 full | 100 (0.50) |" in text
     assert "| 64 causal | 50 (2.00) |" in text
     assert "| window at 1k | 25 |" in text
@@ -61,7 +66,37 @@ def test_speed_block(results):
 
 def test_ratios_leave_out_cells_without_peers():
     rows = [timing("a", "forward", 8, 1.0), timing("b", "forward", 8, 1.0, x=3.0)]
-    assert results_docs.ratios(rows, "forward", "back_to_back") == {"b": 3.0}
+    assert results_speed.ratios(rows, "forward", "back_to_back") == {"b": 3.0}
+
+
+def test_slow_devices_are_shown_in_gflops_and_types_apart(results):
+    run = {"kind": "run", "torch": "2.11", "commit": "abc", "cpu": "CPU X"}
+    rows = [
+        timing("d64 full 512", "forward", 512, 200.0, torch=300.0),
+        timing("d64 full 512", "forward", 512, 100.0, torch=300.0) | {"dtype": "float32"},
+    ]
+    write(results / "x.jsonl", [run, *rows])
+    text = "\n".join(results_speed.speed(results_files.ROOT / "docs/page.md"))
+    assert text.startswith("### x\n\nCPU X, torch 2.11")
+    assert "Forward, bfloat16, back to back: GFLOP/s" in text
+    assert "| 64 full | 500 (1.50) |" in text
+    assert "| 64 full | 1000 (3.00) |" in text
+
+
+def test_accuracy_is_set_against_the_textbook(results):
+    def row(name: str, law: str, rmse: float | None) -> dict:
+        case = {"dtype": "bf16", "head_dim": 64, "mask": "full", "length": 512, "law": law}
+        errors = {} if rmse is None else {"o": {"rmse": rmse, "max": 1.0, "relative": 0.1}}
+        return {"kind": "accuracy", "implementation": name, "errors": errors} | case
+
+    run = {"kind": "run", "torch": "2.11", "commit": "abc", "device": "GPU X"}
+    rows = [row("pantile", "a", 1e-3), row("textbook", "a", 2e-3)]
+    rows += [row("pantile", "b", 4e-3), row("textbook", "b", 2e-3), row("FA3", "b", None)]
+    write(results / "x.jsonl", [run, *rows])
+    text = "\n".join(results_reports.accuracy(results_files.ROOT / "docs/page.md"))
+    assert "| pantile | 1.00 / 2.00 | - | - | - | - |" in text
+    assert "| FA3 | - | - | - | - | - |" in text
+    assert "| bf16 | 64 | full | 512 | b | 4.0e-03 | 2.0e-03 | - |" in text
 
 
 def test_memory_block_states_the_case_of_32768(results):
@@ -72,7 +107,7 @@ def test_memory_block_states_the_case_of_32768(results):
     run = {"kind": "run", "commit": "abc", "device": "GPU X"}
     rows = [row("textbook", 8 * 2**30), row("pantile", 2**28)]
     write(results / "m.jsonl", [run, *rows])
-    text = "\n".join(results_docs.memory(results_docs.ROOT / "docs/page.md"))
+    text = "\n".join(results_reports.memory(results_files.ROOT / "docs/page.md"))
     assert "One matrix" in text or "one matrix takes 2,048.0 MiB" in text
     assert "32 times less" in text
 

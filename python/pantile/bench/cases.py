@@ -42,7 +42,7 @@ class Case:
 
     def flops(self, what: str) -> float:
         forward = 4.0 * self.pairs() * self.heads_q * self.head_dim
-        return {"forward": 1.0, "backward": 2.5}[what] * forward
+        return {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}[what] * forward
 
 
 def grid(head_dims=None, lengths=None, masks=None) -> list[Case]:

@@ -125,6 +125,8 @@ def _lacks(problem: Problem) -> str | None:
     case = problem.case
     if problem.dtype != FP8:
         return "only for e4m3 inputs"
+    if problem.what == "forward+backward":
+        return "forward and backward are measured apart"
     if case.lengths is not None or case.window_left is not None:
         return "only dense cases without a window are measured"
     if case.heads_q != case.heads_k:

@@ -28,7 +28,7 @@ class Problem:
     """A case with its tensors, [batch, seq, heads, dim] or packed [total, heads, dim]."""
 
     case: Case
-    what: str  # forward or backward
+    what: str  # forward, backward, or forward+backward
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -39,12 +39,21 @@ class Problem:
     def dtype(self) -> torch.dtype:
         return self.q.dtype
 
-    def leaves(self, transposed: bool = False) -> list[torch.Tensor]:
-        """Fresh leaves of autograd; as [batch, heads, seq, dim] views when `transposed`."""
-        tensors = [x.detach() for x in (self.q, self.k, self.v)]
-        if transposed:
-            tensors = [x.transpose(1, 2) for x in tensors]
-        return [x.requires_grad_(self.what == "backward") for x in tensors]
+    def leaves(self) -> list[torch.Tensor]:
+        """Fresh leaves of autograd."""
+        return [x.detach().requires_grad_(self.differentiates) for x in (self.q, self.k, self.v)]
+
+    def leaves_for_torch(self) -> list[torch.Tensor]:
+        """[batch, heads, seq, dim]: views on a GPU, whose kernels take any strides, and contiguous
+        on the CPU, where torch is faster with them."""
+        views = [x.detach().transpose(1, 2) for x in (self.q, self.k, self.v)]
+        if self.q.device.type == "cpu":
+            views = [x.contiguous() for x in views]
+        return [x.requires_grad_(self.differentiates) for x in views]
+
+    @property
+    def differentiates(self) -> bool:
+        return self.what != "forward"
 
 
 def first_line(error: BaseException) -> str:
@@ -58,7 +67,7 @@ def contender(name: str, problem: Problem, call: Callable[[], object]) -> Conten
 
 
 def differentiable(name: str, problem: Problem, forward, leaves, grad_o) -> Contender:
-    """Times `forward()` without a graph, or its backward with one that is kept."""
+    """Times `forward()` without a graph, its backward with one that is kept, or both together."""
     if problem.what == "forward":
 
         def inference():
@@ -67,6 +76,13 @@ def differentiable(name: str, problem: Problem, forward, leaves, grad_o) -> Cont
 
         inference()
         return contender(name, problem, inference)
+    if problem.what == "forward+backward":
+
+        def both():
+            torch.autograd.grad(forward(), leaves, grad_o)
+
+        both()
+        return contender(name, problem, both)
     o = forward()
 
     def backward():
@@ -100,7 +116,7 @@ def torch_sdpa(name: str, backend: SDPBackend | None, problem: Problem) -> Conte
         return reason
     if backend == SDPBackend.MATH and _score_bytes(problem) > MOST_SCORE_BYTES:
         return f"its score matrix would take {_score_bytes(problem) / 2**30:.0f} GiB"
-    case, leaves = problem.case, problem.leaves(transposed=True)
+    case, leaves = problem.case, problem.leaves_for_torch()
     options = {"is_causal": case.causal, "enable_gqa": case.heads_q != case.heads_k}
     allowed = backend or [
         SDPBackend.FLASH_ATTENTION,
@@ -134,7 +150,7 @@ def flex(name: str, problem: Problem) -> Contender | str:
         return "FlexAttention has no FP8"
     if problem.q.device.type == "cpu":
         return "FlexAttention is measured on GPUs only"
-    leaves = problem.leaves(transposed=True)
+    leaves = problem.leaves_for_torch()
     left = case.window_left
 
     def shows(_batch, _head, row, key):
@@ -291,6 +307,8 @@ def fa3_backward(name: str, problem: Problem) -> Contender | str:
 
 
 def fa3(name: str, problem: Problem) -> Contender | str:
+    if problem.what == "forward+backward":
+        return "its forward and backward are parts of different libraries"
     return (fa3_forward if problem.what == "forward" else fa3_backward)(name, problem)
 
 

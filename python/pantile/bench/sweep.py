@@ -113,7 +113,7 @@ def _figures(contender: Contender, flops: float) -> dict:
         "ms": round(contender.median(), 5),
         "ms_p20": round(contender.percentile(0.2), 5),
         "ms_p80": round(contender.percentile(0.8), 5),
-        "tflops": round(flops / contender.median() / 1e9, 4 if flops < 1e11 else 1),
+        "tflops": float(f"{flops / contender.median() / 1e9:.4g}"),
     }
 
 

@@ -1,0 +1,53 @@
+"""Result files and the pieces of a Markdown page that results_docs.py makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+OURS = "pantile"
+
+
+def lines_of(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def speed_files() -> list[pathlib.Path]:
+    return [
+        path
+        for path in sorted(RESULTS.glob("*.jsonl"))
+        if any(line["kind"] == "timing" for line in lines_of(path))
+    ]
+
+
+def rows_of(kind: str) -> list[tuple[pathlib.Path, dict, dict]]:
+    """(file, its run, row) of all rows of a kind."""
+    found = []
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        lines = lines_of(path)
+        found += [(path, lines[0], line) for line in lines if line["kind"] == kind]
+    return found
+
+
+def table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    def line(cells: list[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    return [line(columns), line(["---"] * len(columns)), *(line(row) for row in rows)]
+
+
+def link(path: pathlib.Path, page: pathlib.Path) -> str:
+    up = "../" * len(page.relative_to(ROOT).parent.parts)
+    return f"[`{path.name}`]({up}{path.relative_to(ROOT)})"
+
+
+def image(path: pathlib.Path, title: str, page: pathlib.Path) -> str:
+    up = "../" * len(page.relative_to(ROOT).parent.parts)
+    return f"![{title}]({up}{path.relative_to(ROOT)})"
+
+
+def mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))

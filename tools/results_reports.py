@@ -1,0 +1,346 @@
+"""Memory, IO model, accuracy, utilisation and build facts on the pages."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import sys
+
+import results_files
+from results_files import OURS, image, link, mean, rows_of, table
+
+
+def _io_model():
+    """pantile.io_model without the package, which need not be built when pages are checked."""
+    path = results_files.ROOT / "python/pantile/io_model.py"
+    spec = importlib.util.spec_from_file_location("pantile_io_model", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+io_model = _io_model()
+
+
+# ---- memory
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 2**20:,.1f}"
+
+
+def memory(page: pathlib.Path) -> list[str]:
+    found = rows_of("memory")
+    if not found:
+        return ["Not measured yet."]
+    out = []
+    for path in dict.fromkeys(path for path, _, _ in found):
+        mine = [(run, row) for p, run, row in found if p == path]
+        run = mine[0][0]
+        rows = [
+            [
+                row["implementation"],
+                f"{row['length']:,}",
+                megabytes(row["peak_bytes"]),
+                megabytes(row["model_bytes"]),
+                megabytes(row["matrix_bytes"]),
+                f"{row['peak_bytes'] / row['length']:,.0f}",
+            ]
+            for _, row in mine
+        ]
+        first = mine[0][1]
+        out += [
+            f"{run['device']}, commit {run['commit']} ({link(path, page)}): bf16, causal, one head "
+            f"of dim {first['head_dim']}, forward and backward; MiB.",
+            "",
+            *table(["", "length", "peak", "model", "one N x N matrix", "peak bytes a token"], rows),
+            "",
+        ]
+        case = {row["implementation"]: row for _, row in mine if row["length"] == 32768}
+        if len(case) == 2:
+            ours, textbook = case[OURS]["peak_bytes"], case["textbook"]["peak_bytes"]
+            out += [
+                f"At 32,768 tokens one matrix takes {megabytes(first_matrix(case))} MiB, the "
+                f"textbook's step {megabytes(textbook)} MiB and ours {megabytes(ours)} MiB: "
+                f"{textbook / ours:.0f} times less.",
+                "",
+            ]
+        picture = path.with_suffix(".png")
+        if picture.exists():
+            out += [image(picture, "memory against length", page), ""]
+    return out[:-1]
+
+
+def first_matrix(case: dict) -> int:
+    return case[OURS]["matrix_bytes"]
+
+
+# ---- IO model
+
+
+def gb(count: float) -> str:
+    return f"{count / 1e9:,.2f}"
+
+
+def gpus(_: pathlib.Path) -> list[str]:
+    rows = [
+        [
+            gpu.name,
+            f"{gpu.tflops_16bit:.0f}",
+            "-" if gpu.tflops_fp8 is None else f"{gpu.tflops_fp8:.0f}",
+            f"{gpu.hbm_tbps:.2f}",
+            f"{gpu.hbm_gb}",
+            f"{gpu.l2_mib}",
+            f"{gpu.shared_kib}",
+            f"{gpu.multiprocessors} x {gpu.clock_ghz:.2f}",
+            f"{io_model.ridge(gpu):.0f}",
+        ]
+        for gpu in io_model.GPUS.values()
+    ]
+    return table(
+        [
+            "GPU",
+            "16-bit TFLOP/s",
+            "FP8 TFLOP/s",
+            "HBM TB/s",
+            "HBM GB",
+            "L2 MiB",
+            "shared KiB",
+            "SMs x GHz",
+            "ridge, FLOP/byte",
+        ],
+        rows,
+    )
+
+
+MODEL_LENGTHS = (1024, 4096, 16384, 65536)
+MODEL_HEADS = 16
+MODEL_TILE = 128  # rows of a tile of the Hopper forward
+
+
+def io_table(_: pathlib.Path) -> list[str]:
+    """GB through HBM of one forward, 16 heads of dim 128, on an H200."""
+    gpu = io_model.GPUS["H200"]
+    tiles1 = io_model.paper_tiles(128, gpu.shared_kib * 1024)
+    rows = []
+    for length in MODEL_LENGTHS:
+        shape = io_model.Shape(length, length, 128, MODEL_HEADS)
+        moved = [
+            io_model.textbook_forward(shape),
+            io_model.flash1_forward(shape, *tiles1),
+            io_model.flash2_forward(shape, MODEL_TILE, MODEL_TILE),
+            io_model.pantile_forward(shape, MODEL_TILE, gpu),
+        ]
+        fused = io_model.roofline(gpu, shape, moved[-1])
+        stored = io_model.roofline(gpu, shape, moved[0])
+        rows.append(
+            [
+                f"{length:,}",
+                *(gb(t.bytes) for t in moved),
+                f"{shape.flops() / moved[0].bytes:.0f}",
+                f"{shape.flops() / moved[-1].bytes:.0f}",
+                f"{stored.milliseconds:.3f} ({stored.slowest})",
+                f"{fused.milliseconds:.3f} ({fused.slowest})",
+            ]
+        )
+    return table(
+        [
+            "length",
+            "textbook",
+            f"FlashAttention-1, tiles {tiles1[0]} x {tiles1[1]}",
+            f"FlashAttention-2, {MODEL_TILE} rows",
+            "ours, with the L2",
+            "FLOP/byte textbook",
+            "ours",
+            "roofline ms, textbook",
+            "ours",
+        ],
+        rows,
+    )
+
+
+def roofline_table(_: pathlib.Path) -> list[str]:
+    """Milliseconds of each unit for the forward at 16384 tokens, hidden 2048."""
+    rows = []
+    for gpu in io_model.GPUS.values():
+        for head_dim in (64, 128, 256):
+            shape = io_model.Shape(16384, 16384, head_dim, 2048 // head_dim)
+            bound = io_model.roofline(gpu, shape, io_model.pantile_forward(shape, 128, gpu))
+            rows.append(
+                [
+                    gpu.name,
+                    f"{head_dim}",
+                    f"{bound.tensor_ms:.3f}",
+                    f"{bound.exp_ms:.3f}",
+                    f"{bound.memory_ms:.3f}",
+                    f"{shape.flops() / bound.milliseconds / 1e9:.0f}",
+                ]
+            )
+    columns = ["GPU", "d", "tensor ms", "exp ms", "HBM ms", "TFLOP/s of the slowest"]
+    return table(columns, rows)
+
+
+def io_check(page: pathlib.Path) -> list[str]:
+    found = rows_of("io")
+    if not found:
+        return ["Not measured yet."]
+    path, run, _ = found[0]
+    rows = [
+        [
+            row["implementation"],
+            f"{row['length']:,}",
+            f"{row['heads']}",
+            f"{gb(row['read_bytes'])} ({gb(row['model_read_bytes'])})",
+            f"{gb(row['written_bytes'])} ({gb(row['model_written_bytes'])})",
+            f"{row['ratio']:.3f}",
+        ]
+        for _, _, row in found
+    ]
+    return [
+        f"{run['gpu']}, commit {run['commit']} ({link(path, page)}), head dim 128, bf16, full; GB.",
+        "",
+        *table(
+            ["", "length", "heads", "read (model)", "written (model)", "measured / model"], rows
+        ),
+    ]
+
+
+# ---- accuracy
+
+
+def scientific(value: float) -> str:
+    return f"{value:.1e}"
+
+
+CASE_KEYS = ("dtype", "head_dim", "mask", "length", "law")
+RESULTS_OF_A_CALL = ("o", "lse", "dq", "dk", "dv")
+
+
+def accuracy(page: pathlib.Path) -> list[str]:
+    """RMSE of O case by case, and how every result compares with the textbook in the same type."""
+    found = rows_of("accuracy")
+    if not found:
+        return ["Not measured yet."]
+    out = []
+    for path in dict.fromkeys(path for path, _, _ in found):
+        run = next(run for p, run, _ in found if p == path)
+        cells: dict[tuple, dict[str, dict]] = {}
+        for row in (row for p, _, row in found if p == path):
+            key = tuple(row[k] for k in CASE_KEYS)
+            cells.setdefault(key, {})[row["implementation"]] = row["errors"]
+        names = list(dict.fromkeys(name for values in cells.values() for name in values))
+        out += [
+            f"{run['device']}, torch {run['torch']}, commit {run['commit']} ({link(path, page)}). "
+            "RMSE over that of the textbook in the same type, geometric mean and largest over all "
+            "cases:",
+            "",
+            *against_textbook(cells, names),
+            "",
+            "RMSE of O against float64:",
+            "",
+            *rmse_table(cells, names),
+            "",
+        ]
+    return out[:-1]
+
+
+def against_textbook(cells: dict[tuple, dict[str, dict]], names: list[str]) -> list[str]:
+    rows = []
+    for name in (n for n in names if n != "textbook"):
+        texts = []
+        for result in RESULTS_OF_A_CALL:
+            values = [
+                errors[name][result]["rmse"] / errors["textbook"][result]["rmse"]
+                for errors in cells.values()
+                if result in errors.get(name, {}) and result in errors.get("textbook", {})
+            ]
+            texts.append(f"{mean(values):.2f} / {max(values):.2f}" if values else "-")
+        rows.append([name, *texts])
+    return table(["", *RESULTS_OF_A_CALL], rows)
+
+
+def rmse_table(cells: dict[tuple, dict[str, dict]], names: list[str]) -> list[str]:
+    def text(errors: dict) -> str:
+        return scientific(errors["o"]["rmse"]) if "o" in errors else "-"
+
+    return table(
+        ["dtype", "d", "mask", "length", "law", *names],
+        [
+            [*map(str, key), *(text(values.get(n, {})) for n in names)]
+            for key, values in cells.items()
+        ],
+    )
+
+
+def accuracy_fp8(page: pathlib.Path) -> list[str]:
+    found = rows_of("accuracy_fp8")
+    if not found:
+        return ["Not measured yet."]
+    path, run, _ = found[0]
+    kinds = list(dict.fromkeys((r["head_dim"], r["mask"]) for _, _, r in found))
+    names = list(dict.fromkeys(r["implementation"] for _, _, r in found))
+    cells = {(r["implementation"], r["head_dim"], r["mask"]): r for _, _, r in found}
+    rows = []
+    for name in names:
+        texts = []
+        for kind in kinds:
+            row = cells[(name, *kind)]
+            texts.append("-" if row["absent"] else f"{scientific(row['errors']['o']['rmse'])}")
+        rows.append([name, *texts])
+    head = f"RMSE of O, {found[0][2]['length']} tokens, {run['device']}, commit {run['commit']}"
+    absent = {r["implementation"]: r["absent"] for _, _, r in found if r["absent"]}
+    return [
+        f"{head} ({link(path, page)}).",
+        "",
+        *table(["FP8 forward", *(f"d{d} {mask}" for d, mask in kinds)], rows),
+        *(
+            ["", "Absent: " + "; ".join(f"{n}: {r}" for n, r in absent.items()) + "."]
+            if absent
+            else []
+        ),
+    ]
+
+
+# ---- utilisation, build facts
+
+
+def utilisation(page: pathlib.Path) -> list[str]:
+    found = rows_of("utilisation")
+    if not found:
+        return ["Not measured yet."]
+    path, run, first = found[0]
+    columns = list(first["percent"])
+    rows = [
+        [
+            row["implementation"],
+            row["case"],
+            *("-" if row["percent"][c] is None else f"{row['percent'][c]:.0f}" for c in columns),
+            "-" if row["bank_conflicts"] is None else f"{row['bank_conflicts']:.1%}",
+            f"{row['ghz']:.2f}",
+            f"{row['us']:.0f}",
+        ]
+        for _, _, row in found
+    ]
+    return [
+        f"{run['gpu']}, commit {run['commit']} ({link(path, page)}); % of the unit's peak while "
+        "the kernel runs.",
+        "",
+        *table(["", "case", *columns, "bank conflicts", "GHz", "us"], rows),
+    ]
+
+
+def build_facts(page: pathlib.Path) -> list[str]:
+    path = results_files.RESULTS / "build_facts.json"
+    if not path.exists():
+        return ["Not measured yet."]
+    facts = json.loads(path.read_text())
+    columns = list(facts["columns"])
+    rows = [
+        [name, *(str(values.get(column, "-")) for column in columns)]
+        for name, values in facts["rows"].items()
+    ]
+    notes = [f"{name}: {text}" for name, text in facts["sources"].items()]
+    notes.append(facts["public"])
+    return [f"{link(path, page)}.", "", *table(["", *columns], rows), "", "; ".join(notes) + "."]
