@@ -124,6 +124,15 @@ Status scale_rule(const ForwardProblem& p) {
   return Status();
 }
 
+Status float32_precision_rule(const ForwardProblem& p) {
+  switch (p.float32_precision) {
+    case Float32Precision::highest:
+    case Float32Precision::tf32: return Status();
+  }
+  return Status::error(kInvalid, "float32_precision is %d; it must be highest (0) or tf32 (1)",
+                       static_cast<int>(p.float32_precision));
+}
+
 Status alignment_rule(const char* name, const Layout& layout, DType dtype) {
   const int align = layout.base_align_bytes;
   if (align < dtype_bytes(dtype) || (align & (align - 1)) != 0) {
@@ -244,10 +253,12 @@ Status output_rule(const ForwardProblem& p) {
 
 // In the order in which a reader of problem.h meets the fields; later rules rely on earlier ones.
 constexpr Status (*kForwardRules[])(const ForwardProblem&) = {
-    dtype_rule,       batch_rule,        heads_q_rule,  heads_k_rule, seqlen_q_rule, seqlen_k_rule,
-    head_dim_rule,    head_dim_v_rule,   group_rule,    work_rule,    total_q_rule,  total_k_rule,
-    window_left_rule, window_right_rule, scale_rule,    output_rule,  fp8_rule,      q_layout_rule,
-    k_layout_rule,    v_layout_rule,     o_layout_rule,
+    dtype_rule,       batch_rule,        heads_q_rule,  heads_k_rule,
+    seqlen_q_rule,    seqlen_k_rule,     head_dim_rule, head_dim_v_rule,
+    group_rule,       work_rule,         total_q_rule,  total_k_rule,
+    window_left_rule, window_right_rule, scale_rule,    float32_precision_rule,
+    output_rule,      fp8_rule,          q_layout_rule, k_layout_rule,
+    v_layout_rule,    o_layout_rule,
 };
 
 Status wants_lse_rule(const BackwardProblem& p) {

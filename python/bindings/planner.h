@@ -134,7 +134,8 @@ class PlanKey {
     add({static_cast<std::int64_t>(p.dtype), p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k,
          p.head_dim, p.head_dim_v, p.packed_q, p.packed_k, p.total_q, p.total_k, p.has_seqused_q,
          p.has_seqused_k, p.window_left, p.window_right, scale_bits});
-    add({p.wants_lse, p.wants_max_logit, p.output_f32});
+    add({p.wants_lse, p.wants_max_logit, p.output_f32,
+         static_cast<std::int64_t>(p.float32_precision)});
     for (const Layout* layout : {&p.q, &p.k, &p.v, &p.o}) {
       append(*layout);
     }

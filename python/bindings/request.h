@@ -29,17 +29,32 @@ struct Settings {
   bool takes_codes = false;  // whether q, k and v may be float8_e4m3fn
 };
 
-inline Backend parse_backend(const char* text) {
+// The setting names a backend and may name, behind a colon, how float32 is multiplied:
+// "ampere:tf32".
+inline Backend parse_backend(const char* setting) {
+  const std::string text = std::string(setting).substr(0, std::string(setting).find(':'));
   std::string allowed;
   for (const Backend backend :
        {Backend::automatic, Backend::hopper, Backend::ampere, Backend::cpu, Backend::reference}) {
-    if (std::string(backend_name(backend)) == text) {
+    if (text == backend_name(backend)) {
       return backend;
     }
     allowed += allowed.empty() ? "" : ", ";
     allowed += backend_name(backend);
   }
-  raise_value_error("backend is '%s'; it must be one of %s", text, allowed.c_str());
+  raise_value_error("backend is '%s'; it must be one of %s", text.c_str(), allowed.c_str());
+}
+
+inline Float32Precision parse_float32_precision(const char* setting) {
+  const std::string text(setting);
+  const std::size_t colon = text.find(':');
+  const std::string name = colon == std::string::npos ? "highest" : text.substr(colon + 1);
+  for (const Float32Precision precision : {Float32Precision::highest, Float32Precision::tf32}) {
+    if (name == float32_precision_name(precision)) {
+      return precision;
+    }
+  }
+  raise_value_error("float32_precision is '%s'; it must be one of highest, tf32", name.c_str());
 }
 
 inline DType parse_dtype(const TensorView& view, bool takes_codes) {
@@ -263,6 +278,7 @@ inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Sett
     problem.has_seqused_k = true;
     request.tensors.seqused_k = read_used(settings.seqused_k, "seqused_k", request);
   }
+  problem.float32_precision = parse_float32_precision(settings.backend);
   problem.window_left = settings.window_left;
   problem.window_right = settings.window_right;
   problem.scale = static_cast<float>(settings.scale.value_or(

@@ -114,7 +114,7 @@ def _require_torch(engine: Any) -> None:
 
 def _dense_settings(causal, window, scale, options: Options) -> tuple:
     left, right = window_bounds(causal, window)
-    return (None, None, None, None, 0, 0, _scale(scale), left, right, options.backend)
+    return (None, None, None, None, 0, 0, _scale(scale), left, right, options.backend_setting)
 
 
 def attention(
@@ -199,7 +199,7 @@ def _packed_settings(
         _scale(scale),
         left,
         right,
-        options.backend,
+        options.backend_setting,
     )
 
 
@@ -314,6 +314,7 @@ def explain(
         )
     engine = _engine(q)
     operands = engine.prepare(q, k, v, settings[:4])
+    settings = engine.final_settings(q, settings)
     if not options.fp8:
         return explain_call(operands, settings, deterministic, _extras(return_max_logit, options))
     _refuse_extras(return_max_logit, options)

@@ -24,6 +24,7 @@ _SETTINGS = (
     "SymInt window_right, str backend"
 )
 _SETTINGS_COUNT = 10
+_BACKEND = 9  # "name", or "name:precision of float32"
 _LENGTHS_COUNT = 4  # the first settings are tensors
 _NO_EXTRAS = (False, False)
 _NO_LENGTHS = (None,) * _LENGTHS_COUNT
@@ -103,8 +104,18 @@ def _check_lengths(q, k, settings) -> None:
     _C.check_sequences(*lengths, settings[4], settings[5], q.shape[0], k.shape[0])
 
 
+def final_settings(q: Tensor, settings: tuple) -> tuple:
+    """With torch's float32 precision behind the backend, if it matters and none is asked for."""
+    if q.dtype is torch.float32 and q.is_cuda and ":" not in settings[_BACKEND]:
+        highest = torch.get_float32_matmul_precision() == "highest"
+        backend = f"{settings[_BACKEND]}:{'highest' if highest else 'tf32'}"
+        return (*settings[:_BACKEND], backend, *settings[_BACKEND + 1 :])
+    return settings
+
+
 def _run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None):
     """(o, lse, max_logit), the last two None when not wanted; ``extras``: (max_logit, f32)."""
+    settings = final_settings(q, settings)
     if not _THREADS_FOLLOW:
         _C.set_cpu_threads(torch.get_num_threads())
     packed = settings[0] is not None
@@ -135,6 +146,7 @@ def _new_gradient(x: Tensor) -> Tensor:
 
 
 def _run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic: bool):
+    settings = final_settings(q, settings)
     if not _THREADS_FOLLOW:
         _C.set_cpu_threads(torch.get_num_threads())
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()

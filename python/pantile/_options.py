@@ -9,6 +9,7 @@ from dataclasses import dataclass
 BACKENDS = ("auto", "hopper", "ampere", "cpu", "reference")
 FP8_EXPS = ("code", "mixed", "exp2")
 _FLOAT32 = ("float32", "torch.float32", "<class 'numpy.float32'>")
+FLOAT32_PRECISIONS = ("auto", "highest", "tf32")
 _LOG_LEVELS = ("debug", "info", "warning")
 
 
@@ -39,11 +40,16 @@ class Options:
     output_dtype: ``None`` gives o the dtype of q. ``"float32"`` (or ``torch.float32``) gives it as
         accumulated: normalised like any output, but not rounded to 16 bits. For partial results
         over parts of the keys, which :func:`pantile.merge_attention` joins.
+    float32_precision: how GPU kernels multiply float32 matrices. ``"tf32"`` rounds operands to 11
+        bits of mantissa, ``"highest"`` has the error of float32. ``"auto"`` asks
+        ``torch.get_float32_matmul_precision()`` when the kernel runs, the backward's too:
+        "highest" is that, "high" and "medium" are tf32. The CPU ignores it.
     checked: read ``cu_seqlens`` and ``seqused`` before launching and refuse wrong contents. On a
         GPU that waits for the device; on the CPU the contents are always checked.
     """
 
     backend: str = _DEFAULT_BACKEND
+    float32_precision: str = "auto"
     checked: bool = False
     fp8: bool = False
     fp8_exp: str = "code"
@@ -51,6 +57,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _choice("backend", self.backend, BACKENDS)
+        _choice("float32_precision", self.float32_precision, FLOAT32_PRECISIONS)
         _choice("fp8_exp", self.fp8_exp, FP8_EXPS)
         for name in ("checked", "fp8"):
             if not isinstance(getattr(self, name), bool):
@@ -61,6 +68,13 @@ class Options:
     @property
     def output_f32(self) -> bool:
         return self.output_dtype is not None and str(self.output_dtype) in _FLOAT32
+
+    @property
+    def backend_setting(self) -> str:
+        """The operators' setting ``backend``, with the precision of float32 if one is asked for."""
+        if self.float32_precision == "auto":
+            return self.backend
+        return f"{self.backend}:{self.float32_precision}"
 
 
 DEFAULT_OPTIONS = Options()

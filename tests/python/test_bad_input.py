@@ -297,6 +297,11 @@ CASES = {
         ValueError,
         "backend is 'tpu'; it must be one of auto, hopper, ampere, cpu, reference",
     ),
+    "float32_precision_unknown": (
+        lambda: pantile.Options(float32_precision="high"),
+        ValueError,
+        "float32_precision is 'high'; it must be one of auto, highest, tf32",
+    ),
     "checked_int": (
         lambda: pantile.Options(checked=1),
         TypeError,

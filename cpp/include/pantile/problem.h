@@ -66,7 +66,9 @@ struct ForwardProblem {
   std::int64_t window_left = kUnbounded;
   std::int64_t window_right = kUnbounded;
 
-  float scale = 0.0f;     // multiplies Q K^T; must be finite
+  float scale = 0.0f;  // multiplies Q K^T; must be finite
+  Float32Precision float32_precision = Float32Precision::highest;  // read when dtype is f32
+
   bool wants_lse = true;  // LSE fp32: [batch, heads_q, seqlen_q], packed: [heads_q, total_q]
 
   // Forward only. Raises each entry of max_logit, fp32 [batch, heads_q], to the largest scaled
