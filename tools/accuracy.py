@@ -3,7 +3,8 @@
 
     python tools/accuracy.py                                 # CPU, small lengths, a table
     python tools/accuracy.py --device cuda --out benchmarks/results/h200_accuracy.jsonl
-    python tools/accuracy.py --golden                        # rewrite tests/golden/accuracy.json
+    python tools/accuracy.py --golden                        # rewrite tests/golden/accuracy.json,
+    python tools/accuracy.py --golden --device cuda          # and its GPU sections
 
 Inputs are drawn on the CPU from a fixed seed, so every machine sees the same ones. The laws:
 
@@ -457,13 +458,14 @@ def golden() -> dict[str, Section]:
     return json.loads(GOLDEN.read_text())
 
 
-def write_golden() -> None:
-    """Rewrites the sections that this machine can measure and keeps the others."""
+def write_golden(device: str) -> None:
+    """Rewrites the sections of a device that this machine can measure and keeps the others."""
     sections = golden() if GOLDEN.exists() else {}
-    measured = {f"cpu {isa}": cpu_section(isa) for isa in ISAS}
-    if torch.cuda.is_available():
+    if device == "cpu":
+        measured = {f"cpu {isa}": cpu_section(isa) for isa in ISAS}
+    else:
         served = {row["backend"] for row in pantile.kernels() if row["compiled"]}
-        measured |= {name: section(name) for name in ("hopper", "ampere") if name in served}
+        measured = {name: section(name) for name in ("hopper", "ampere") if name in served}
     sections |= {name: rows for name, rows in measured.items() if rows is not None}
     GOLDEN.parent.mkdir(exist_ok=True)
     GOLDEN.write_text(json.dumps(sections, indent=1) + "\n")
@@ -514,12 +516,12 @@ def main() -> None:
     if arguments.section:
         print_section()
         return
-    if arguments.golden:
-        write_golden()
-        return
     device = arguments.device
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch sees no CUDA device")
+    if arguments.golden:
+        write_golden(device)
+        return
     print("RMSE/largest error of each result against float64")
     report(measured_rows(arguments), arguments.out, device)
 
