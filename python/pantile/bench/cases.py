@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 try:
     import tomllib
@@ -43,6 +43,22 @@ class Case:
     def flops(self, what: str) -> float:
         forward = 4.0 * self.pairs() * self.heads_q * self.head_dim
         return {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}[what] * forward
+
+
+def small(case: Case, longest: int = 200) -> Case:
+    """The case with its head dim, mask, grouping and spread of lengths, but few heads and short
+    sequences: what tests of correctness run."""
+    shrink = max(1.0, case.seqlen / longest)
+    heads_k = min(2, case.heads_k)
+    return replace(
+        case,
+        batch=min(2, case.batch) if case.lengths is None else case.batch,
+        heads_q=case.heads_q // case.heads_k * heads_k,
+        heads_k=heads_k,
+        seqlen=round(case.seqlen / shrink),
+        window_left=None if case.window_left is None else round(case.window_left / shrink),
+        lengths=None if case.lengths is None else tuple(round(n / shrink) for n in case.lengths),
+    )
 
 
 def grid(head_dims=None, lengths=None, masks=None) -> list[Case]:

@@ -13,6 +13,7 @@ import json
 import math
 import pathlib
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -216,11 +217,13 @@ def run(
     torch.manual_seed(0)
     first = header(setup)
     rows = []
+    started = time.perf_counter()
     with measure.Monitor() as monitor:
         for what in passes:
             for case in chosen:
                 rows.append(measure_case(case, what, setup))
                 show(rows[-1])
+    first["seconds"] = round(time.perf_counter() - started, 1)
     if setup.device == "cuda":
         first["during"] = monitor.summary
         first["state_after"] = measure.gpu_state()
