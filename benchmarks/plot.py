@@ -83,6 +83,7 @@ def all_images() -> dict[pathlib.Path, tuple[pathlib.Path, Callable]]:
     return {
         image: (path, function)
         for path in sorted(RESULTS.glob("*.jsonl"))
+        if "_repeat" not in path.stem
         for image, function in images(path).items()
     }
 

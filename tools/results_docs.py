@@ -27,6 +27,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], list[str]]] = {
     "io-check": reports.io_check,
     "io-table": reports.io_table,
     "memory": reports.memory,
+    "repeat": results_speed.repeat,
     "roofline": reports.roofline_table,
     "speed": results_speed.speed,
     "utilisation": reports.utilisation,

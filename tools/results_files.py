@@ -16,10 +16,11 @@ def lines_of(path: pathlib.Path) -> list[dict]:
 
 
 def speed_files() -> list[pathlib.Path]:
+    """Files with timings; a pair of *_repeat1 and *_repeat2 shows only how far two runs differ."""
     return [
         path
         for path in sorted(RESULTS.glob("*.jsonl"))
-        if any(line["kind"] == "timing" for line in lines_of(path))
+        if "_repeat" not in path.stem and any(line["kind"] == "timing" for line in lines_of(path))
     ]
 
 

@@ -145,6 +145,35 @@ def speed(page: pathlib.Path) -> list[str]:
     return sections[:-1] if sections else ["Not measured yet."]
 
 
+def repeat(page: pathlib.Path) -> list[str]:
+    """How far the ratios of two runs of one build differ."""
+    rows = []
+    for first in sorted(results_files.RESULTS.glob("*_repeat1.jsonl")):
+        second = first.with_name(first.name.replace("_repeat1", "_repeat2"))
+        runs = [lines_of(path) for path in (first, second)]
+        for what in dict.fromkeys(r["pass"] for r in runs[0] if r["kind"] == "timing"):
+            one, two = (ratios(lines, what, "back_to_back") for lines in runs)
+            changes = {case: two[case] / one[case] for case in one if case in two}
+            if not changes:
+                continue
+            worst = max(changes, key=lambda case: abs(math.log(changes[case])))
+            values = list(changes.values())
+            within = sum(abs(value - 1) <= 0.03 for value in values)
+            rows.append(
+                [
+                    f"{link(first, page)}, {link(second, page)}",
+                    what,
+                    f"{mean(values):.3f}",
+                    f"{within} of {len(values)}",
+                    f"{changes[worst]:.3f} ({worst})",
+                ]
+            )
+    if not rows:
+        return ["Not measured yet."]
+    columns = ["two runs", "pass", "mean change of the ratio", "within 3 %", "largest change"]
+    return table(columns, rows)
+
+
 HEADLINE = {
     "h200_forward.jsonl": ("forward, bf16", "forward"),
     "h200_backward.jsonl": ("backward, bf16", "backward"),

@@ -64,6 +64,19 @@ def test_speed_block(results):
     assert "worst 0.50 (d64 full 512), 1 below 1" in text
 
 
+def test_two_runs_are_compared_by_their_ratios(results):
+    run = {"kind": "run", "torch": "2.11", "commit": "abc", "state_before": {"name": "GPU X"}}
+    for i, factor in ((1, 1.0), (2, 1.1)):
+        rows = [
+            timing("d64 full 512", "forward", 512, 1.0 * factor, a=2.0 * factor),
+            timing("d64 full 1024", "forward", 1024, 1.0 * factor, a=2.0),
+        ]
+        write(results / f"x_repeat{i}.jsonl", [run, *rows])
+    text = "\n".join(results_speed.repeat(results_files.ROOT / "docs/page.md"))
+    assert "| forward | 0.953 | 1 of 2 | 0.909 (d64 full 1024) |" in text
+    assert results_files.speed_files() == []
+
+
 def test_ratios_leave_out_cells_without_peers():
     rows = [timing("a", "forward", 8, 1.0), timing("b", "forward", 8, 1.0, x=3.0)]
     assert results_speed.ratios(rows, "forward", "back_to_back") == {"b": 3.0}
@@ -113,7 +126,16 @@ def test_memory_block_states_the_case_of_32768(results):
 
 
 def test_missing_results_are_said_to_be_missing(results):
-    for name in ("speed", "memory", "accuracy", "accuracy-fp8", "io-check", "utilisation", "build"):
+    for name in (
+        "speed",
+        "memory",
+        "accuracy",
+        "accuracy-fp8",
+        "io-check",
+        "utilisation",
+        "build",
+        "repeat",
+    ):
         assert results_docs.BLOCKS[name](PAGE) == ["Not measured yet."], name
 
 
