@@ -8,6 +8,7 @@
 #include "build_info.h"
 #include "host/kernel_table.h"
 #include "host/shape.h"
+#include "host/softmax.h"
 #include "host/validate.h"
 #include "pantile/quantize.h"
 
@@ -41,6 +42,20 @@ DType dtype_of(const QuantizeProblem& problem) {
   return problem.dtype;
 }
 
+// The softmax options concern the forward only.
+Status softmax_rule_of(const KernelInfo& row, const ForwardProblem& problem) {
+  return host::softmax_rule(row, problem);
+}
+template <class Problem>
+Status softmax_rule_of(const KernelInfo&, const Problem&) {
+  return Status();
+}
+void set_softmax(ForwardPlan* plan) {
+  plan->softmax = host::only_softmax(plan->problem);
+}
+template <class Plan>
+void set_softmax(Plan*) {}
+
 template <class Problem>
 Status validate_all(const Problem& problem, const DeviceProps& device, const PlanOptions& options) {
   Status status = host::validate(problem);
@@ -64,6 +79,9 @@ Status consider(const Row& row, const Problem& problem, const DeviceProps& devic
                          backend_name(options.backend));
   }
   Status status = row.accept(row.info, problem, device);
+  if (status.ok()) {
+    status = softmax_rule_of(row.info, problem);
+  }
   if (status.ok() && !row.info.compiled) {
     return Status::error(StatusCode::unavailable, "it would serve, but this build has no CUDA: %s",
                          PANTILE_CUDA_REASON);
@@ -142,6 +160,7 @@ Status make_plan(RowList<Row> list, const Problem& problem, const DeviceProps& d
       plan->problem = canonical;
       plan->device = device;
       plan->kernel = &row.info;
+      set_softmax(plan);
       if (!host::writes_nothing(canonical)) {
         row.configure(plan);
       }

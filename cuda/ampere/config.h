@@ -45,6 +45,61 @@ struct ForwardTile {
   constexpr int threads() const { return warps * 32; }
 };
 
+// Where the sums of a row's P are taken.
+//   vector   FADD on P in fp32: LSE to fp32 accuracy
+//   operand  a product of the 16-bit P with ones: half a tensor instruction for four FADDs and no
+//            shuffles at the end, P in fp32 dies at once; LSE is that of the rounded P
+//   tf32     a product of the fp32 P, cut to 11 bits, with ones (the paper's)
+enum class RowSum { vector, operand, tf32 };
+
+// Which softmax work a forward kernel gives to the tensor cores: docs/flashattention-t.md.
+struct SoftmaxKind {
+  RowSum row_sum = RowSum::vector;
+  int tensor_quarters = 0;        // how many of every four score tiles are scaled by a TF32 product
+  bool by_rows = false;           // instead of key tiles, every second 16-row tile (quarters = 2)
+  bool shared_reference = false;  // one reference for 16 rows; O is rescaled by a TF32 product
+  bool fast_scale = false;        // scale folded into Q, reference into the first step of Q K^T
+  // Warp barriers that keep the compiler from moving exponentials in front of the products they are
+  // written between. Measured on an H200: +5-7 % at head dim 64, up to 1 % at 128; other kinds keep
+  // their order, or lose by a barrier.
+  bool ordered = false;
+};
+
+// The kinds that are compiled, each a kernel of its own.
+enum class ForwardSoftmax {
+  vector,
+  tensor,         // the row sum by the 16-bit operand, nothing else
+  quarter_share,  // tensor, and a quarter, half or all of the scores scaled by TF32 products
+  half_share,
+  full_share,
+  row_share,  // half of them, by rows
+  surrogate,  // as in the paper: shared reference, a quarter of the scores, TF32 row sum
+  fast_scale,
+};
+
+constexpr SoftmaxKind softmax_kind(ForwardSoftmax softmax) {
+  switch (softmax) {
+    case ForwardSoftmax::vector: return {};
+    case ForwardSoftmax::tensor: return {RowSum::operand, 0, false, false, false, true};
+    case ForwardSoftmax::quarter_share: return {RowSum::operand, 1};
+    case ForwardSoftmax::half_share: return {RowSum::operand, 2};
+    case ForwardSoftmax::full_share: return {RowSum::operand, 4};
+    case ForwardSoftmax::row_share: return {RowSum::operand, 2, true};
+    case ForwardSoftmax::surrogate: return {RowSum::tf32, 1, false, true};
+    case ForwardSoftmax::fast_scale: return {RowSum::operand, 0, false, false, true};
+  }
+  return {};
+}
+
+// Which of them a row of cuda/kernels.def has.
+constexpr bool has_softmax(DType dtype, int head_dim, int head_dim_v, MaskKind mask,
+                           ForwardSoftmax softmax) {
+  const bool measured = dtype != DType::f32 && head_dim == head_dim_v &&
+                        (head_dim == 64 || head_dim == 128) &&
+                        (mask == MaskKind::full || mask == MaskKind::causal);
+  return softmax == ForwardSoftmax::vector || measured;
+}
+
 inline constexpr int kWorkBytes = 128;  // ForwardWork and BackwardWork (storage.cuh)
 
 constexpr int forward_shared_bytes(const ForwardTile& tile, int head_dim, int head_dim_v) {

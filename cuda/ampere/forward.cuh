@@ -46,7 +46,7 @@ PANTILE_DEVICE void staged_tiles(Block& block, int& n, int last) {
       block.keys.mask_scores(s, n);
     }
     block.softmax.take_max(s);
-    block.softmax.raise_references();
+    block.softmax.raise_references(s, block.reference_rules());
     block.template value_product<kMasked>(s, n & 1, groups);
   }
 }
@@ -70,7 +70,7 @@ PANTILE_DEVICE void single_stage_tiles(Block& block, int& n, int last) {
       block.keys.mask_scores(s, n);
     }
     block.softmax.take_max(s);
-    block.softmax.raise_references();
+    block.softmax.raise_references(s, block.reference_rules());
     block.template value_product<kMasked>(s, 0, groups);
     prim::wait_copies<0>();
     __syncthreads();
@@ -125,7 +125,7 @@ PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int 
   const auto exponentials = [&](int step, int unit) {
     const int group = step * kStep + unit / (2 * Config::kRowTiles);
     const int m = unit % (2 * Config::kRowTiles) / 2;
-    block.softmax.exponentials(s, m, 2 * group + unit % 2);
+    block.softmax.template exponentials<kMasked>(s, m, 2 * group + unit % 2);
     if (unit % 2 == 1) {
       block.softmax.pack(s, m, group, p[step][group % kStep][m]);
     }
@@ -135,9 +135,10 @@ PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int 
     block.softmax.take_max(s, unit % (2 * Config::kRowTiles) / 2, 2 * group + unit % 2);
   };
   spread<kUnits, 1>(0, [&](int unit) { exponentials(0, unit); });
-  block.softmax.clear_max();
+  block.softmax.begin_max();
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
+    Block::Softmax::keep_order();
     const auto between = [&](int slot) {
       spread<kUnits, kSlots>(slot, [&](int unit) {
         if (step == 0) {
@@ -159,7 +160,7 @@ PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int 
   } else {
     spread<kUnits, 1>(0, [&](int unit) { maxima(1, unit); });
   }
-  block.softmax.raise_references();
+  block.softmax.raise_references(s, block.reference_rules());
   groups = next_groups;
 }
 
@@ -182,7 +183,7 @@ PANTILE_DEVICE void run_pipelined(Block& block) {
   block.template score_product<true>(s, n & 1, groups);
   block.keys.mask_scores(s, n);
   block.softmax.take_max(s);
-  block.softmax.raise_references();
+  block.softmax.raise_references(s, block.reference_rules());
 #pragma unroll 1
   for (; n > tiles.visit.begin && n > tiles.full.end; --n) {
     pipelined_step<true, true, Config>(block, s, n, groups);
@@ -206,6 +207,15 @@ PANTILE_DEVICE void run_pipelined(Block& block) {
   block.template value_product<true>(s, n & 1, groups);
 }
 
+template <class Config, class Block>
+PANTILE_DEVICE void run_tiles(Block& block) {
+  if constexpr (Config::kSchedule == Schedule::pipelined) {
+    run_pipelined<Config>(block);
+  } else {
+    run_sequential<Config>(block);
+  }
+}
+
 template <class Config, DType kDType, MaskKind kMask>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     forward_kernel(const __grid_constant__ ForwardParams params) {
@@ -217,14 +227,24 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   }
   ForwardStorage<Config>& storage = *reinterpret_cast<ForwardStorage<Config>*>(shared);
   Block::fetch_queries(params, storage, work);
-  Block block(params, storage, work);
-  block.clear_missing_columns();
-  if constexpr (Config::kSchedule == Schedule::pipelined) {
-    run_pipelined<Config>(block);
-  } else {
-    run_sequential<Config>(block);
+#pragma unroll 1
+  for (bool again = false;; again = true) {
+    Block block(params, storage, work);
+    if (again) {
+      block.run_again();
+    } else {
+      block.clear_missing_columns();
+    }
+    run_tiles<Config>(block);
+    // A score that is not finite has made NaN of a neighbouring row too: once more, on vector
+    // units.
+    const bool kept = Config::kSoftmax.tensor_quarters == 0 || again ||
+                      __syncthreads_or(block.softmax.holds_nan()) == 0;
+    if (kept) {
+      block.store();
+      return;
+    }
   }
-  block.store();
 }
 
 }  // namespace pantile::ampere

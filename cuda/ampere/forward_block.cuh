@@ -24,7 +24,6 @@ namespace pantile::ampere {
 template <class Config, DType kDType, MaskKind kMask>
 class ForwardBlock {
   using Storage = ForwardStorage<Config>;
-  using Softmax = SoftmaxRows<Config, kDType>;
   using QRows = tile::SwizzledRows<Config::kHeadDim>;
   using KRows = tile::SwizzledRows<Config::kHeadDim>;
   using VRows = tile::SwizzledRows<Config::kHeadDimV>;
@@ -54,6 +53,7 @@ class ForwardBlock {
   static constexpr int kDepthSteps = Config::kHeadDim / 16;   // of Q K^T
   static constexpr int kKeyGroups = kTileK / 16;              // of a key tile
   static constexpr int kValueSteps = Config::kHeadDimV / 16;  // 16 columns of O
+  using Softmax = SoftmaxRows<Config, kDType>;
   using Scores = typename Softmax::Scores;
   using Weights = typename Softmax::Weights;
   using Keys = ForwardKeys<Config, kMask>;
@@ -81,10 +81,17 @@ class ForwardBlock {
     if (threadIdx.x == 0) {
       storage.work = work;  // read behind the first barrier
     }
-    softmax.clear(params.scale, params.stale_limit);
+    softmax.clear(params.scale);
     const int lane = prim::lane_index();
     k_lane_ = KRows::lane_offset_columns_first(lane);
     v_lane_ = VRows::lane_offset_rows_first(lane);
+  }
+
+  // A second run over the same rows, with every tile treated as one that a mask cuts: there the
+  // softmax is on vector units whatever its kind.
+  PANTILE_DEVICE void run_again() {
+    again_ = true;
+    keys.treat_all_as_masked();
   }
 
   PANTILE_DEVICE std::uint32_t k_tile(int stage) const {
@@ -93,6 +100,8 @@ class ForwardBlock {
   PANTILE_DEVICE std::uint32_t v_tile(int stage) const {
     return prim::shared_address(storage_.stages[stage].v);
   }
+
+  PANTILE_DEVICE const ReferenceRules& reference_rules() const { return params_.references; }
 
   // ---- fetching
 
@@ -118,8 +127,11 @@ class ForwardBlock {
 
   // The barrier behind the fetch of Q and the first K.
   PANTILE_DEVICE void publish_queries() {
-    if (params_.negate_q) {
+    if (params_.negate_q && !again_) {
       QCopy::negate(storage_.q);
+    }
+    if constexpr (Config::kSoftmax.fast_scale) {
+      QCopy::template multiply<kDType>(storage_.q, params_.scale);
     }
     __syncthreads();
     if constexpr (Config::kQInRegisters) {
@@ -199,16 +211,20 @@ class ForwardBlock {
     }
   }
 
-  // Adds depth step k to the scores of a group of 16 keys; the first step sets them.
-  PANTILE_DEVICE static void score_step(Scores& s, const std::uint32_t (&a)[kRowTiles][4],
-                                        std::uint32_t k_lane, int group, int k) {
+  // Adds depth step k to the scores of a group of 16 keys; the first step sets them, with
+  // fast_scale to minus the reference of their row.
+  PANTILE_DEVICE void score_step(Scores& s, const std::uint32_t (&a)[kRowTiles][4],
+                                 std::uint32_t k_lane, int group, int k) const {
     std::uint32_t b[4];
     prim::load_matrix_x4(b, KRows::step(k_lane, group, k));
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (k == 0) {
+        if (k == 0 && Config::kSoftmax.fast_scale) {
+          prim::mma_set_rows<kDType>(s[m][2 * group + half], a[m], b[2 * half], b[2 * half + 1],
+                                     softmax.minus_max[m][0], softmax.minus_max[m][1]);
+        } else if (k == 0) {
           prim::mma_set<kDType>(s[m][2 * group + half], a[m], b[2 * half], b[2 * half + 1]);
         } else {
           prim::mma_add<kDType>(s[m][2 * group + half], a[m], b[2 * half], b[2 * half + 1]);
@@ -288,14 +304,15 @@ class ForwardBlock {
     const std::uint32_t v_lane = v_tile(stage) + v_lane_;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      softmax.exponentials(s, m, 0);
-      softmax.exponentials(s, m, 1);
+      softmax.template exponentials<kMasked>(s, m, 0);
+      softmax.template exponentials<kMasked>(s, m, 1);
     }
 #pragma unroll
     for (int group = 0; group < kKeyGroups; ++group) {
       if (kMasked && group >= groups) {
         break;
       }
+      Softmax::keep_order();
       Weights p;
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -306,7 +323,7 @@ class ForwardBlock {
         value_step(p, v_lane, group, column16);
         if (group + 1 < kKeyGroups) {
           spread<2 * kRowTiles, kValueSteps>(column16, [&](int unit) {
-            softmax.exponentials(s, unit / 2, 2 * (group + 1) + unit % 2);
+            softmax.template exponentials<kMasked>(s, unit / 2, 2 * (group + 1) + unit % 2);
           });
         }
       }
@@ -370,7 +387,8 @@ class ForwardBlock {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float normaliser = softmax.finish_row(m, r);
+        softmax.finish_row(m, r);
+        const float normaliser = softmax.normaliser(m, r);
         const int row = m * 16 + r * 8 + lane / 4;
         if (params_.output_f32) {
           store_float32(work, first + row, m, r, normaliser);
@@ -382,7 +400,7 @@ class ForwardBlock {
                                  softmax.o[m][j][2 * r + 1] * normaliser);
         }
         if (first + row < work.sequence.length) {
-          largest = max(largest, softmax.max_logit(m, r));
+          largest = max(largest, softmax.max_logit(m, r, params_.references));
         }
         if (lse != nullptr && lane % 4 == 0 && first + row < work.sequence.allocated) {
           lse[first + row] =
@@ -417,6 +435,7 @@ class ForwardBlock {
  private:
   const ForwardParams& params_;
   Storage& storage_;
+  bool again_ = false;             // Q lies in shared memory and has its sign
   std::uint32_t k_lane_, v_lane_;  // what this lane passes to ldmatrix, from the tile's start
   std::uint32_t q_[Config::kQInRegisters ? kRowTiles : 1][Config::kQInRegisters ? kDepthSteps : 1]
                   [4];

@@ -40,6 +40,10 @@ class ForwardKeys {
   // Key tiles to visit, and those of them that need no mask.
   PANTILE_DEVICE const core::TilePlan& tiles() const { return tiles_; }
 
+  PANTILE_DEVICE void treat_all_as_masked() {
+    tiles_.full = core::Span{tiles_.visit.begin, tiles_.visit.begin};
+  }
+
   // Tiles are fetched one after the other, from the last one that is seen to the first, and nothing
   // after that. Only the last one may be ragged. `to`: a tile of storage.stages[].k.
   template <bool kMaybeRagged>

@@ -13,6 +13,14 @@
 
 namespace pantile::ampere {
 
+// When a row's reference follows its maximum, in base-2 logits above the reference.
+struct ReferenceRules {
+  float look_limit;    // some row must exceed it for references to be looked at; -inf: always
+  float raise_limit;   // a row that exceeds it takes its maximum for the reference
+  float p_offset;      // log2 of P at the maximum
+  float shared_reach;  // how far a row's maximum may lie below a reference of 16 rows
+};
+
 struct ForwardParams {
   Operand q, k, v, o;
   // From a row to the one that the same thread copies next, and to the same row of the next tile.
@@ -29,11 +37,11 @@ struct ForwardParams {
   int window_left, window_right;  // core::kNoBound lifts a side
   int head_dim, head_dim_v;       // of the tensors, at most the kernel's
   float scale;                    // times log2(e), positive
-  float stale_limit;              // softmax.cuh
   bool negate_q;                  // the problem's scale is negative
+  ReferenceRules references;
 };
 
-template <int kHeadDimOf, int kHeadDimVOf, ForwardTile kTile>
+template <int kHeadDimOf, int kHeadDimVOf, ForwardTile kTile, SoftmaxKind kSoftmaxOf>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimOf;    // of Q, K
   static constexpr int kHeadDimV = kHeadDimVOf;  // of V, O
@@ -44,6 +52,7 @@ struct ForwardConfig {
   static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
   static constexpr bool kQInRegisters = kTile.q_in_registers;
   static constexpr Schedule kSchedule = kTile.schedule;
+  static constexpr SoftmaxKind kSoftmax = kSoftmaxOf;
   static constexpr int kWarpRows = kTileQ / kTile.warps;
   static constexpr int kRowTiles = kWarpRows / 16;
   using QCopy = tile::RowCopy<kTileQ, kHeadDim, kThreads>;

@@ -3,11 +3,14 @@
 
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "ampere/forward.cuh"
 #include "ampere/launch.cuh"
 #include "ampere/order.h"
+#include "ampere/softmax_choice.h"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "pantile/plan.h"
@@ -15,6 +18,17 @@
 #include "pantile/status.h"
 
 namespace pantile::ampere {
+
+inline ReferenceRules reference_rules(const SoftmaxOptions& softmax, const ForwardProblem& p) {
+  const float limit = softmax.rescale_threshold + softmax.p_max_offset;
+  const bool always = softmax.rescale_threshold == 0.0f && !p.wants_max_logit;
+  ReferenceRules rules;
+  rules.look_limit = always ? -INFINITY : limit;
+  rules.raise_limit = limit;
+  rules.p_offset = softmax.p_max_offset;
+  rules.shared_reach = shared_reach(softmax, p.dtype);
+  return rules;
+}
 
 inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensors& tensors) {
   const ForwardProblem& p = plan.problem;
@@ -39,17 +53,16 @@ inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensor
   params.head_dim = static_cast<int>(p.head_dim);
   params.head_dim_v = static_cast<int>(p.head_dim_v);
   params.scale = logit_scale(p.scale);
-  params.stale_limit = p.wants_max_logit ? 0.0f : kStaleLimit;
   params.negate_q = p.scale < 0.0f;
+  params.references = reference_rules(plan.softmax, p);
   return params;
 }
 
-template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, SharedClass kShared>
+template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, ForwardTile kTile,
+          ForwardSoftmax kSoftmax>
 Status launch_forward_tile(ForwardParams params, int blocks, cudaStream_t stream) {
-  constexpr ForwardTile kTile = forward_tile(kHeadDim, kHeadDimV, kMask, kShared);
   constexpr int kSharedBytes = forward_shared_bytes(kTile, kHeadDim, kHeadDimV);
-  using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile>;
-  static_assert(kSharedBytes <= shared_class_bytes(kShared));
+  using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile, softmax_kind(kSoftmax)>;
   static_assert(sizeof(ForwardStorage<Config>) == kSharedBytes);
   params.q_pass_bytes = params.q.seq * Config::QCopy::kPassRows * 2;
   params.k_pass_bytes = params.k.seq * Config::KCopy::kPassRows * 2;
@@ -58,6 +71,36 @@ Status launch_forward_tile(ForwardParams params, int blocks, cudaStream_t stream
   params.v_tile_bytes = params.v.seq * kTile.tile_k * 2;
   return launch("ampere forward", forward_kernel<Config, kDType, kMask>, blocks, Config::kThreads,
                 kSharedBytes, stream, params);
+}
+
+// The kernel of one kind of softmax, if the row has it.
+template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, ForwardSoftmax kSoftmax>
+Status launch_softmax(const ForwardParams& params, const ForwardPlan& plan, cudaStream_t stream) {
+  if constexpr (has_softmax(kDType, kHeadDim, kHeadDimV, kMask, kSoftmax)) {
+    const auto launch_for = [&](auto shared) {
+      // A trial has two tiles at most: the one of 163 KB also runs, if not as well, with 99 KB.
+      constexpr bool kTrial =
+          kSoftmax != ForwardSoftmax::vector && kSoftmax != ForwardSoftmax::tensor;
+      constexpr SharedClass kShared = kTrial && decltype(shared)::value == SharedClass::small
+                                          ? SharedClass::medium
+                                          : decltype(shared)::value;
+      constexpr ForwardTile kTile = forward_tile(kHeadDim, kHeadDimV, kMask, kShared);
+      static_assert(forward_shared_bytes(kTile, kHeadDim, kHeadDimV) <=
+                    shared_class_bytes(decltype(shared)::value));
+      return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, kTile, kSoftmax>(
+          params, plan.blocks, stream);
+    };
+    switch (shared_class(plan.device.smem_optin_bytes)) {
+      case SharedClass::small:
+        return launch_for(std::integral_constant<SharedClass, SharedClass::small>());
+      case SharedClass::medium:
+        return launch_for(std::integral_constant<SharedClass, SharedClass::medium>());
+      case SharedClass::large:
+        return launch_for(std::integral_constant<SharedClass, SharedClass::large>());
+    }
+  }
+  return Status::error(StatusCode::unsupported, "%s is not compiled with softmax kind %d",
+                       plan.kernel->name, static_cast<int>(kSoftmax));
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
@@ -73,16 +116,20 @@ Status launch_forward(const ForwardPlan& plan, const ForwardTensors& tensors, vo
   }
   const ForwardParams params = forward_params(plan, tensors);
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  switch (shared_class(plan.device.smem_optin_bytes)) {
-    case SharedClass::small:
-      return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::small>(
-          params, plan.blocks, cuda_stream);
-    case SharedClass::medium:
-      return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::medium>(
-          params, plan.blocks, cuda_stream);
-    case SharedClass::large:
-      return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::large>(
-          params, plan.blocks, cuda_stream);
+  switch (forward_softmax(plan.softmax)) {
+#define PANTILE_SOFTMAX(kind)                                                                     \
+  case ForwardSoftmax::kind:                                                                      \
+    return launch_softmax<kDType, kHeadDim, kHeadDimV, kMask, ForwardSoftmax::kind>(params, plan, \
+                                                                                    cuda_stream);
+    PANTILE_SOFTMAX(vector)
+    PANTILE_SOFTMAX(tensor)
+    PANTILE_SOFTMAX(quarter_share)
+    PANTILE_SOFTMAX(half_share)
+    PANTILE_SOFTMAX(full_share)
+    PANTILE_SOFTMAX(row_share)
+    PANTILE_SOFTMAX(surrogate)
+    PANTILE_SOFTMAX(fast_scale)
+#undef PANTILE_SOFTMAX
   }
   return Status();
 }

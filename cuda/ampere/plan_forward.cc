@@ -5,6 +5,7 @@
 #include "ampere/order.h"
 #include "ampere/plan.h"
 #include "ampere/rules.h"
+#include "ampere/softmax_choice.h"
 
 namespace pantile::ampere {
 namespace {
@@ -41,6 +42,17 @@ Status count_rule(const KernelInfo& row, const ForwardProblem& p, const DevicePr
   return Status();
 }
 
+Status softmax_rule(const KernelInfo& row, const ForwardProblem& p) {
+  const SoftmaxOptions softmax = complete_softmax(row, p);
+  if (!has_softmax(row.dtype, row.head_dim, row.head_dim_v, row.mask, forward_softmax(softmax))) {
+    return Status::error(
+        StatusCode::unsupported,
+        "has its softmax on vector units, softmax is tensor (there is one for head "
+        "dims 64 and 128, full and causal masks)");
+  }
+  return Status();
+}
+
 }  // namespace
 
 Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
@@ -52,6 +64,9 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
   if (status.ok()) {
     status = layout_rules(problem);
   }
+  if (status.ok()) {
+    status = softmax_rule(row, problem);
+  }
   return status.ok() ? count_rule(row, problem, device) : status;
 }
 
@@ -61,6 +76,7 @@ void configure_forward(ForwardPlan* plan) {
   plan->tile_k = tile.tile_k;
   plan->blocks = forward_order(plan->problem, plan->device, tile.tile_q).count();
   plan->workspace = Workspace{};
+  plan->softmax = complete_softmax(*plan->kernel, plan->problem);
 }
 
 }  // namespace pantile::ampere

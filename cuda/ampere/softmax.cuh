@@ -8,18 +8,20 @@
 // matters, docs/numerics.md). Each row decides for itself, so that its bits do not depend on its
 // neighbours. Measured against rescaling always: 1.05-1.17x.
 //
-// Row sums take P in fp32, before it is rounded for the product with V. A product of the 16-bit P
-// with ones is cheaper in issue slots, but LSE then carries the rounding of P: up to 1.2e-3 (bf16)
-// for rows of few keys, against 1e-6.
+// Which unit does what is Config::kSoftmax (config.h), a compile-time choice, because it changes
+// the registers and the instructions between the products: docs/flashattention-t.md.
 #pragma once
 
 #include <cstdint>
 
+#include "ampere/forward_params.cuh"
 #include "attn/max_logit.cuh"
+#include "attn/tensor_softmax.cuh"
 #include "core/softmax_state.h"
 #include "pantile/dtype.h"
 #include "prim/convert.cuh"
 #include "prim/math.cuh"
+#include "prim/special_registers.cuh"
 #include "prim/warp.cuh"
 
 namespace pantile::ampere {
@@ -27,35 +29,59 @@ namespace pantile::ampere {
 // What a row's reference is before its first visible key, negated: finite, so that a row without
 // keys has logits of -inf + 1e30 = -inf and P = 0, and no infinity meets another one.
 inline constexpr float kNothingSeen = 1e30f;
-inline constexpr float kStaleLimit = 8.0f;  // base-2 logits above the reference: P <= 2^8; with 0
-                                            // a row's reference is its exact maximum
 
 template <class Config, DType kDType>
 struct SoftmaxRows {
+  static constexpr SoftmaxKind kKind = Config::kSoftmax;
   static constexpr int kRowTiles = Config::kRowTiles;
   static constexpr int kKeyTiles = Config::kTileK / 8;
   static constexpr int kValueTiles = Config::kHeadDimV / 8;
+  static constexpr int kSums = kKind.row_sum == RowSum::vector ? 2 : 4;
   using Scores = float[kRowTiles][kKeyTiles][4];
   using Weights = std::uint32_t[kRowTiles][4];  // P of 16 keys, the A operand of P V
 
   float o[kRowTiles][kValueTiles][4];
-  float row_sum[kRowTiles][2];    // of the columns that this lane holds
-  float minus_max[kRowTiles][2];  // minus the row's reference logit
-  float tile_max[kRowTiles][2];   // of the scores of one key tile that this lane holds
-  float scale;                    // positive, includes log2(e)
-  float stale_limit;
+  float row_sum[kRowTiles][kSums];  // RowSum says what they are
+  float minus_max[kRowTiles][2];    // minus the row's reference logit
+  float tile_max[kRowTiles][2];  // of the scores that this lane holds: of one key tile, or with a
+                                 // shared reference of all so far
+  // fast_scale: how far a row may still outgrow its reference; -inf before its first key
+  float room[kKind.fast_scale ? kRowTiles : 1][2];
+  float scale;  // positive, includes log2(e)
+  attn::TensorOperand scale_operand, sum_operand;
 
-  PANTILE_DEVICE void clear(float logit_scale, float limit) {
+  PANTILE_DEVICE void clear(float logit_scale) {
     scale = logit_scale;
-    stale_limit = limit;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int j = 0; j < kValueTiles; ++j) {
         o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0.0f;
       }
-      row_sum[m][0] = row_sum[m][1] = 0.0f;
-      minus_max[m][0] = minus_max[m][1] = kNothingSeen;
+#pragma unroll
+      for (float& sum : row_sum[m]) {
+        sum = 0.0f;
+      }
+      minus_max[m][0] = minus_max[m][1] = kKind.fast_scale ? 0.0f : kNothingSeen;
+      if constexpr (kKind.fast_scale) {
+        room[m][0] = room[m][1] = -INFINITY;
+      }
+    }
+    if constexpr (kKind.tensor_quarters > 0) {
+      scale_operand = attn::shuffle_operand(prim::round_to_tf32(scale), prim::lane_index());
+    }
+    if constexpr (kKind.row_sum == RowSum::tf32) {
+      sum_operand = attn::row_sum_operand(prim::lane_index());
+    }
+    if constexpr (kKind.shared_reference) {
+      clear_max();
+    }
+  }
+
+  // Between the pieces of a key tile: what comes after is not computed before.
+  PANTILE_DEVICE static void keep_order() {
+    if constexpr (kKind.ordered) {
+      __syncwarp();
     }
   }
 
@@ -63,6 +89,13 @@ struct SoftmaxRows {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       tile_max[m][0] = tile_max[m][1] = -INFINITY;
+    }
+  }
+
+  // Before the maxima of a key tile are taken.
+  PANTILE_DEVICE void begin_max() {
+    if constexpr (!kKind.shared_reference) {
+      clear_max();
     }
   }
 
@@ -74,7 +107,7 @@ struct SoftmaxRows {
   }
 
   PANTILE_DEVICE void take_max(const Scores& s) {
-    clear_max();
+    begin_max();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -85,90 +118,200 @@ struct SoftmaxRows {
   }
 
   // After the maxima of a key tile are taken, before its exponentials.
-  PANTILE_DEVICE void raise_references() {
+  PANTILE_DEVICE void raise_references(Scores& s, const ReferenceRules& rules) {
     bool outgrown = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        outgrown |= fmaf(tile_max[m][r], scale, minus_max[m][r]) > stale_limit;
+        outgrown |= kKind.fast_scale
+                        ? tile_max[m][r] > room[m][r]
+                        : fmaf(tile_max[m][r], scale, minus_max[m][r]) > rules.look_limit;
       }
     }
     if (__any_sync(prim::kAllLanes, outgrown)) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        const float first = raise_reference(m, 0);
-        const float second = raise_reference(m, 1);
-        row_sum[m][0] *= first;
-        row_sum[m][1] *= second;
-#pragma unroll
-        for (int j = 0; j < kValueTiles; ++j) {
-          rescale(o[m][j], first, second);
+        if constexpr (kKind.shared_reference) {
+          raise_shared(m, rules);
+        } else {
+          const float first = kKind.fast_scale ? lower_scores(s, m, 0, rules)
+                                               : raise_reference(m, 0, row_max(m, 0), rules);
+          const float second = kKind.fast_scale ? lower_scores(s, m, 1, rules)
+                                                : raise_reference(m, 1, row_max(m, 1), rules);
+          scale_sums(m, first, second);
+          scale_output(m, first, second);
         }
       }
     }
   }
 
-  // Scores to P, in place.
-  PANTILE_DEVICE void exponentials(Scores& s, int m, int j) const {
+  // Scores to P, in place. In masked tiles, where scores may be -inf, always on vector units.
+  template <bool kMasked>
+  PANTILE_DEVICE void exponentials(Scores& s, int m, int j) {
+    float (&x)[4] = s[m][j];
+    if constexpr (!kKind.fast_scale) {
+      const bool tensor = kKind.by_rows ? m % 2 == 0 : j % 4 < kKind.tensor_quarters;
+      if (!kMasked && kKind.tensor_quarters > 0 && tensor) {
+        attn::scale_and_add(x, scale_operand, minus_max[m][0], minus_max[m][1]);
+      } else {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          x[c] = fmaf(x[c], scale, minus_max[m][c >> 1]);
+        }
+      }
+    }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      s[m][j][c] = prim::exp2_approx(fmaf(s[m][j][c], scale, minus_max[m][c >> 1]));
+      x[c] = prim::exp2_approx(x[c]);
+    }
+    if constexpr (kKind.row_sum == RowSum::tf32) {
+      attn::add_row_sums(row_sum[m], x, sum_operand);
     }
   }
 
-  // P of 16 keys into the row sums, and to 16 bits.
+  // P of 16 keys to 16 bits, and into the row sums.
   PANTILE_DEVICE void pack(const Scores& s, int m, int group, std::uint32_t (&p)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float (&x)[4] = s[m][2 * group + half];
-      row_sum[m][0] += x[0];
-      row_sum[m][1] += x[2];
-      row_sum[m][0] += x[1];
-      row_sum[m][1] += x[3];
+      if constexpr (kKind.row_sum == RowSum::vector) {
+        row_sum[m][0] += x[0];
+        row_sum[m][1] += x[2];
+        row_sum[m][0] += x[1];
+        row_sum[m][1] += x[3];
+      }
       p[2 * half] = prim::pack<kDType>(x[0], x[1]);
       p[2 * half + 1] = prim::pack<kDType>(x[2], x[3]);
     }
+    if constexpr (kKind.row_sum == RowSum::operand) {
+      attn::add_row_sums<kDType>(row_sum[m], p);
+    }
   }
 
-  // Joins the partial sums of a row, by all lanes, once; returns what O is multiplied by.
-  PANTILE_DEVICE float finish_row(int m, int r) {
-    float sum = row_sum[m][r];
-    sum += __shfl_xor_sync(prim::kAllLanes, sum, 1);
-    sum += __shfl_xor_sync(prim::kAllLanes, sum, 2);
-    row_sum[m][r] = sum;
+  // Joins the partial sums of a row, by all lanes, once. The row's sum is total(m, r) from then on.
+  PANTILE_DEVICE void finish_row(int m, int r) {
+    if constexpr (kKind.row_sum == RowSum::vector) {
+      float sum = row_sum[m][r];
+      sum += __shfl_xor_sync(prim::kAllLanes, sum, 1);
+      sum += __shfl_xor_sync(prim::kAllLanes, sum, 2);
+      row_sum[m][r] = sum;
+    }
+  }
+
+  PANTILE_DEVICE float total(int m, int r) const {
+    return kKind.row_sum == RowSum::vector    ? row_sum[m][r]
+           : kKind.row_sum == RowSum::operand ? row_sum[m][2 * r]
+                                              : row_sum[m][r] + row_sum[m][r + 2];
+  }
+
+  // Of a finished row: what O is multiplied by.
+  PANTILE_DEVICE float normaliser(int m, int r) const {
+    const float sum = total(m, r);
     return sum == 0.0f ? 0.0f : 1.0f / sum;
   }
 
-  // Of a finished row.
   PANTILE_DEVICE float log_sum_exp(int m, int r) const {
-    const float sum = row_sum[m][r];
+    const float sum = total(m, r);
     return sum == 0.0f ? -INFINITY : (log2f(sum) - minus_max[m][r]) * core::kLn2;
   }
 
-  // Of a finished row, when stale_limit is 0; as attn::raise_max_logit takes it.
-  PANTILE_DEVICE int max_logit(int m, int r) const {
-    return attn::row_logit_order(-minus_max[m][r] * core::kLn2, row_sum[m][r]);
+  // Of a finished row whose reference is its maximum; as attn::raise_max_logit takes it.
+  PANTILE_DEVICE int max_logit(int m, int r, const ReferenceRules& rules) const {
+    return attn::row_logit_order((rules.p_offset - minus_max[m][r]) * core::kLn2, total(m, r));
+  }
+
+  // Whether a row of this lane met a NaN.
+  PANTILE_DEVICE bool holds_nan() const {
+    bool found = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      found |= isnan(total(m, 0)) || isnan(total(m, 1));
+    }
+    return found;
   }
 
  private:
+  PANTILE_DEVICE float row_max(int m, int r) const {
+    float most = tile_max[m][r];
+    most = fmaxf(most, __shfl_xor_sync(prim::kAllLanes, most, 1));
+    return fmaxf(most, __shfl_xor_sync(prim::kAllLanes, most, 2));
+  }
+
   // Returns the factor by which the row's sum and output shrink; 1 if its reference stays.
-  PANTILE_DEVICE float raise_reference(int m, int r) {
-    float row_max = tile_max[m][r];
-    row_max = fmaxf(row_max, __shfl_xor_sync(prim::kAllLanes, row_max, 1));
-    row_max = fmaxf(row_max, __shfl_xor_sync(prim::kAllLanes, row_max, 2));
+  PANTILE_DEVICE float raise_reference(int m, int r, float most, const ReferenceRules& rules) {
     const float before = minus_max[m][r];
-    if (fmaf(row_max, scale, before) > stale_limit) {
-      minus_max[m][r] = -row_max * scale;
+    if (fmaf(most, scale, before) > rules.raise_limit) {
+      minus_max[m][r] = rules.p_offset - most * scale;
     }
     return prim::exp2_approx(minus_max[m][r] - before);
   }
 
-  PANTILE_DEVICE static void rescale(float (&x)[4], float first, float second) {
-    x[0] *= first;
-    x[1] *= first;
-    x[2] *= second;
-    x[3] *= second;
+  // fast_scale: scores are logits with the reference subtracted already.
+  PANTILE_DEVICE float lower_scores(Scores& s, int m, int r, const ReferenceRules& rules) {
+    const float most = row_max(m, r);
+    const bool first = room[m][r] < 0.0f;
+    float growth = 0.0f;
+    if (most > -INFINITY && (first || most > rules.raise_limit)) {
+      growth = most - rules.p_offset;
+      room[m][r] = rules.raise_limit;
+    }
+    minus_max[m][r] -= growth;
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) {
+      s[m][j][2 * r] -= growth;
+      s[m][j][2 * r + 1] -= growth;
+    }
+    return first ? 1.0f : prim::exp2_approx(-growth);
+  }
+
+  // One reference for the 16 rows of a tile, the largest of their maxima, as long as every row that
+  // has seen a key keeps exponents that its P resolves; otherwise, in this key tile, each its own.
+  PANTILE_DEVICE void raise_shared(int m, const ReferenceRules& rules) {
+    const float most[2] = {row_max(m, 0), row_max(m, 1)};
+    const float largest = attn::warp_max(fmaxf(most[0], most[1]));
+    bool safe = true;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      safe &= most[r] == -INFINITY || (largest - most[r]) * scale <= rules.shared_reach;
+    }
+    safe = __all_sync(prim::kAllLanes, safe);
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool shares = safe && most[r] > -INFINITY;
+      factor[r] = raise_reference(m, r, shares ? largest : most[r], rules);
+    }
+    scale_sums(m, factor[0], factor[1]);
+    const float any = __shfl_sync(prim::kAllLanes, factor[0], 0);
+    if (__all_sync(prim::kAllLanes, factor[0] == any && factor[1] == any)) {
+      const attn::TensorOperand operand =
+          attn::shuffle_operand(__float_as_uint(any), prim::lane_index());
+#pragma unroll
+      for (int j = 0; j < kValueTiles; ++j) {
+        attn::scale_rows(o[m][j], operand);
+      }
+    } else {
+      scale_output(m, factor[0], factor[1]);
+    }
+  }
+
+  PANTILE_DEVICE void scale_sums(int m, float first, float second) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const int r = kKind.row_sum == RowSum::operand ? i / 2 : i % 2;
+      row_sum[m][i] *= r == 0 ? first : second;
+    }
+  }
+
+  PANTILE_DEVICE void scale_output(int m, float first, float second) {
+#pragma unroll
+    for (int j = 0; j < kValueTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        o[m][j][c] *= c < 2 ? first : second;
+      }
+    }
   }
 };
 

@@ -56,4 +56,12 @@ PANTILE_DEVICE void mma_set(float (&d)[4], const std::uint32_t (&a)[4], std::uin
   detail::mma_16x8x16<kDType>(d, a, b0, b1, c0, c1, c0, c1);
 }
 
+// d = a b + first in rows 0..7, + second in rows 8..15 as far as this lane holds them: a product
+// that starts from one value a row
+template <DType kDType>
+PANTILE_DEVICE void mma_set_rows(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                 std::uint32_t b1, float first, float second) {
+  detail::mma_16x8x16<kDType>(d, a, b0, b1, first, first, second, second);
+}
+
 }  // namespace pantile::prim

@@ -6,9 +6,11 @@
 #include <cstdint>
 
 #include "pantile/dtype.h"
+#include "prim/convert.cuh"
 #include "prim/cp_async.cuh"
 #include "prim/nonfinite.cuh"
 #include "prim/special_registers.cuh"
+#include "prim/unpack.cuh"
 #include "tile/swizzled_rows_sm80.cuh"
 
 namespace pantile::tile {
@@ -91,6 +93,19 @@ class RowCopy {
       uint4& chunk = at(tile, offset);
       chunk = uint4{prim::zero_nonfinite<kDType>(chunk.x), prim::zero_nonfinite<kDType>(chunk.y),
                     prim::zero_nonfinite<kDType>(chunk.z), prim::zero_nonfinite<kDType>(chunk.w)};
+    });
+  }
+
+  // Multiplies this thread's part of the tile and rounds it again.
+  template <DType kDType>
+  PANTILE_DEVICE static void multiply(void* tile, float factor) {
+    const auto product = [&](std::uint32_t pair) {
+      const float2 x = prim::unpack<kDType>(pair);
+      return prim::pack<kDType>(x.x * factor, x.y * factor);
+    };
+    for_own_chunks([&](int offset, int) {
+      uint4& chunk = at(tile, offset);
+      chunk = uint4{product(chunk.x), product(chunk.y), product(chunk.z), product(chunk.w)};
     });
   }
 

@@ -131,6 +131,7 @@ class PlanKey {
   void append(const ForwardProblem& p) {
     std::int32_t scale_bits = 0;
     std::memcpy(&scale_bits, &p.scale, sizeof scale_bits);
+    append(p.softmax);
     add({static_cast<std::int64_t>(p.dtype), p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k,
          p.head_dim, p.head_dim_v, p.packed_q, p.packed_k, p.total_q, p.total_k, p.has_seqused_q,
          p.has_seqused_k, p.window_left, p.window_right, scale_bits});
@@ -141,6 +142,17 @@ class PlanKey {
     }
     add({static_cast<std::int64_t>(p.fp8.output), static_cast<std::int64_t>(p.fp8.exp),
          p.fp8.block_q, p.fp8.block_k, p.fp8.smooth_k});
+  }
+
+  void append(const SoftmaxOptions& softmax) {
+    add({static_cast<std::int64_t>(softmax.unit), static_cast<std::int64_t>(softmax.mode),
+         softmax.tensor_quarters, softmax.split_rows, softmax.exact_lse});
+    for (const float x :
+         {softmax.rescale_threshold, softmax.p_max_offset, softmax.min_exponent_log2}) {
+      std::int32_t bits = 0;
+      std::memcpy(&bits, &x, sizeof bits);
+      add({bits});
+    }
   }
 
   void append(const DeviceProps& device, const PlanOptions& options) {

@@ -3,8 +3,11 @@
 // problem itself is checked by plan_*.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -29,10 +32,10 @@ struct Settings {
   bool takes_codes = false;  // whether q, k and v may be float8_e4m3fn
 };
 
-// The setting names a backend and may name, behind a colon, how float32 is multiplied:
-// "ampere:tf32".
+// The setting names a backend and may name, behind a semicolon, softmax options, and behind a colon
+// how float32 is multiplied: "ampere;tensor:tf32".
 inline Backend parse_backend(const char* setting) {
-  const std::string text = std::string(setting).substr(0, std::string(setting).find(':'));
+  const std::string text = std::string(setting).substr(0, std::strcspn(setting, ";:"));
   std::string allowed;
   for (const Backend backend :
        {Backend::automatic, Backend::hopper, Backend::ampere, Backend::cpu, Backend::reference}) {
@@ -55,6 +58,69 @@ inline Float32Precision parse_float32_precision(const char* setting) {
     }
   }
   raise_value_error("float32_precision is '%s'; it must be one of highest, tf32", name.c_str());
+}
+
+// Looks `text` up among the names of `values`.
+template <class Value>
+bool find_named(std::initializer_list<Value> values, const char* (*name_of)(Value),
+                const std::string& text, Value* found) {
+  for (const Value value : values) {
+    if (text == name_of(value)) {
+      *found = value;
+      return true;
+    }
+  }
+  return false;
+}
+
+// One item of parse_softmax's text; whether it is known.
+inline bool parse_softmax_item(const std::string& name, const std::string& value,
+                               SoftmaxOptions* softmax) {
+  if (name == "mode") {
+    return find_named({SoftmaxMode::exact, SoftmaxMode::surrogate, SoftmaxMode::fast_scale},
+                      softmax_mode_name, value, &softmax->mode);
+  }
+  if (name == "quarters") {
+    softmax->tensor_quarters = std::atoi(value.c_str());
+  } else if (name == "rows") {
+    softmax->split_rows = true;
+  } else if (name == "threshold") {
+    softmax->rescale_threshold = std::strtof(value.c_str(), nullptr);
+  } else if (name == "offset") {
+    softmax->p_max_offset = std::strtof(value.c_str(), nullptr);
+  } else if (name == "exponent") {
+    softmax->min_exponent_log2 = std::strtof(value.c_str(), nullptr);
+  } else if (name == "lse") {
+    softmax->exact_lse = true;
+  } else {
+    return find_named({SoftmaxUnit::automatic, SoftmaxUnit::vector, SoftmaxUnit::tensor},
+                      softmax_unit_name, name, &softmax->unit);
+  }
+  return true;
+}
+
+// The softmax options of a backend setting, as pantile.Options writes them: behind a semicolon a
+// unit, mode=<name>, quarters=<n>, rows, threshold=<x>, offset=<x>, exponent=<x>, lse (it must be
+// that of the fp32 weights), with commas between them.
+inline SoftmaxOptions parse_softmax(const char* setting) {
+  SoftmaxOptions softmax;
+  softmax.exact_lse = false;
+  const char* const start = std::strchr(setting, ';');
+  if (start == nullptr) {
+    return softmax;
+  }
+  const std::string whole = std::string(start + 1).substr(0, std::strcspn(start + 1, ":"));
+  for (std::size_t begin = 0; begin <= whole.size();) {
+    const std::size_t end = std::min(whole.find(',', begin), whole.size());
+    const std::string item = whole.substr(begin, end - begin);
+    const std::size_t mark = std::min(item.find('='), item.size());
+    const std::string value = mark < item.size() ? item.substr(mark + 1) : "";
+    if (!parse_softmax_item(item.substr(0, mark), value, &softmax)) {
+      raise_value_error("softmax is '%s'; there is no '%s' in it", whole.c_str(), item.c_str());
+    }
+    begin = end + 1;
+  }
+  return softmax;
 }
 
 inline DType parse_dtype(const TensorView& view, bool takes_codes) {
@@ -257,6 +323,7 @@ inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Sett
   require_like(request.v, request.q);
   request.device = parse_device(request.q);
   request.options.backend = parse_backend(settings.backend);
+  problem.softmax = parse_softmax(settings.backend);
   request.packed = !settings.cu_seqlens_q.is_none();
   if (request.packed) {
     read_packed(settings, &request);

@@ -124,6 +124,23 @@ inline int explain_problem(const QuantizeProblem& problem, const DeviceProps& de
   return explain_quantize(problem, device, options, verdicts, capacity);
 }
 
+// Where the softmax runs; a backward has no choice.
+inline std::string softmax_text(const ForwardPlan& plan) {
+  const SoftmaxOptions& softmax = plan.softmax;
+  char text[160];
+  std::snprintf(text, sizeof text, "%s, mode %s, tensor share %g%s, rescale threshold %g%s",
+                softmax_unit_name(softmax.unit), softmax_mode_name(softmax.mode),
+                softmax.tensor_quarters / 4.0, softmax.split_rows ? " by rows" : "",
+                static_cast<double>(softmax.rescale_threshold),
+                softmax.unit == SoftmaxUnit::tensor && plan.problem.wants_lse
+                    ? ", LSE of the rounded weights"
+                    : "");
+  return text;
+}
+inline std::string softmax_text(const BackwardPlan&) {
+  return "";
+}
+
 inline nb::list verdict_list(const std::vector<Verdict>& verdicts) {
   nb::list rows;
   for (const Verdict& verdict : verdicts) {
@@ -170,6 +187,7 @@ nb::dict explain_pass(const Request& request, Problem* problem,
   answer["tile_k"] = plan.tile_k;
   answer["blocks"] = plan.blocks;
   answer["workspace_bytes"] = plan.workspace.bytes;
+  answer["softmax"] = status.ok() ? softmax_text(plan) : "";
   return answer;
 }
 

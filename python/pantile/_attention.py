@@ -112,9 +112,9 @@ def _require_torch(engine: Any) -> None:
         raise TypeError("q is a numpy.ndarray; FP8 needs a torch.Tensor")
 
 
-def _dense_settings(causal, window, scale, options: Options) -> tuple:
+def _dense_settings(causal, window, scale, backend: str) -> tuple:
     left, right = window_bounds(causal, window)
-    return (None, None, None, None, 0, 0, _scale(scale), left, right, options.backend_setting)
+    return (None, None, None, None, 0, 0, _scale(scale), left, right, backend)
 
 
 def attention(
@@ -168,8 +168,8 @@ def attention(
         RuntimeError: the device or the build lacks what is needed, or CUDA failed.
     """
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
-    settings = _dense_settings(causal, window, scale, options)
     _check_flags(return_lse, return_max_logit, deterministic)
+    settings = _dense_settings(causal, window, scale, options.backend_settings[return_lse])
     return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
 
 
@@ -183,7 +183,7 @@ def _packed_settings(
     causal,
     window,
     scale,
-    options: Options,
+    backend: str,
 ) -> tuple:
     for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if value is None:
@@ -199,7 +199,7 @@ def _packed_settings(
         _scale(scale),
         left,
         right,
-        options.backend_setting,
+        backend,
     )
 
 
@@ -246,11 +246,12 @@ def varlen_attention(
         As :func:`attention`.
     """
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
+    _check_flags(return_lse, return_max_logit, deterministic)
+    backend = options.backend_settings[return_lse]
     if type(q) is Quantized:
         if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
             raise TypeError("q is pantile.Quantized, which knows its sequences; leave theirs out")
-        settings = _dense_settings(causal, window, scale, options)
-        _check_flags(return_lse, return_max_logit, deterministic)
+        settings = _dense_settings(causal, window, scale, backend)
         return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
     settings = _packed_settings(
         cu_seqlens_q,
@@ -262,9 +263,8 @@ def varlen_attention(
         causal,
         window,
         scale,
-        options,
+        backend,
     )
-    _check_flags(return_lse, return_max_logit, deterministic)
     return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
 
 
@@ -295,10 +295,11 @@ def explain(
     """
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
+    backend = options.backend_settings[return_lse]
     if cu_seqlens_q is None and cu_seqlens_k is None:
         if seqused_q is not None or seqused_k is not None:
             raise ValueError("seqused_q and seqused_k need cu_seqlens_q and cu_seqlens_k")
-        settings = _dense_settings(causal, window, scale, options)
+        settings = _dense_settings(causal, window, scale, backend)
     else:
         settings = _packed_settings(
             cu_seqlens_q,
@@ -310,7 +311,7 @@ def explain(
             causal,
             window,
             scale,
-            options,
+            backend,
         )
     engine = _engine(q)
     operands = engine.prepare(q, k, v, settings[:4])

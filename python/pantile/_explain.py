@@ -28,6 +28,7 @@ class PassExplanation:
     tile_k: int  # keys per tile
     blocks: int  # thread blocks; on the CPU work items
     workspace_bytes: int
+    softmax: str  # where the softmax runs and how; empty for a backward
     copies: tuple[str, ...]  # inputs copied first, because no kernel takes their layout
     reason: str  # why no kernel serves, when kernel is None
     rows: tuple[Verdict, ...]
@@ -41,6 +42,8 @@ class PassExplanation:
                 f"{self.blocks} blocks, workspace {self.workspace_bytes} bytes"
             )
         lines = [head]
+        if self.softmax:
+            lines.append(f"  softmax: {self.softmax}")
         if self.copies:
             lines.append(f"  copies first: {', '.join(self.copies)}")
         width = max((len(row.kernel) for row in self.rows), default=0)

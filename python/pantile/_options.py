@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 BACKENDS = ("auto", "hopper", "ampere", "cpu", "reference")
 FP8_EXPS = ("code", "mixed", "exp2")
 _FLOAT32 = ("float32", "torch.float32", "<class 'numpy.float32'>")
 FLOAT32_PRECISIONS = ("auto", "highest", "tf32")
+SOFTMAX_UNITS = ("auto", "vector", "tensor")
+SOFTMAX_MODES = ("exact", "surrogate", "fast_scale")
+TENSOR_SHARES = (0.0, 0.25, 0.5, 1.0)
+TENSOR_SPLITS = ("keys", "rows")
 _LOG_LEVELS = ("debug", "info", "warning")
 
 
@@ -23,6 +28,39 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
 _DEFAULT_BACKEND = _choice(
     "environment variable PANTILE_BACKEND", os.environ.get("PANTILE_BACKEND", "auto"), BACKENDS
 )
+
+_DEFAULT_SOFTMAX = _choice(
+    "environment variable PANTILE_SOFTMAX", os.environ.get("PANTILE_SOFTMAX", "auto"), SOFTMAX_UNITS
+)
+
+
+def _tensor_share(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or value not in TENSOR_SHARES:
+        allowed = ", ".join(f"{share:g}" for share in TENSOR_SHARES)
+        raise ValueError(f"{name} is {value!r}; it must be one of {allowed}, or None for the table")
+    return float(value)
+
+
+def _share_of_environment() -> float | None:
+    text = os.environ.get("PANTILE_TENSOR_SHARE", "auto")
+    if text == "auto":
+        return None
+    try:
+        value: object = float(text)
+    except ValueError:
+        value = text
+    return _tensor_share("environment variable PANTILE_TENSOR_SHARE", value)
+
+
+_DEFAULT_TENSOR_SHARE = _share_of_environment()
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}; it must be a real number")
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -46,6 +84,23 @@ class Options:
         "highest" is that, "high" and "medium" are tf32. The CPU ignores it.
     checked: read ``cu_seqlens`` and ``seqused`` before launching and refuse wrong contents. On a
         GPU that waits for the device; on the CPU the contents are always checked.
+    softmax: where the softmax of the forward runs: ``"vector"`` units, partly on ``"tensor"``
+        cores (FlashAttention-T, docs/flashattention-t.md), or ``"auto"``, whatever measured
+        fastest. A tensor softmax gives the LSE of the weights as they were rounded for the
+        product with V; ``auto`` takes none where the LSE is returned. Default:
+        ``PANTILE_SOFTMAX``, or auto.
+    tensor_share: share of the scores that tensor products scale: 0, 0.25, 0.5, 1, or None for the
+        table's. More than 0 needs ``softmax="tensor"``. Default: ``PANTILE_TENSOR_SHARE``, or None.
+    tensor_split: whether that share is taken by ``"keys"`` or, at 0.5, by ``"rows"``.
+    softmax_mode: ``"exact"``; ``"surrogate"``, one reference for 16 rows as in the paper, except
+        for rows that it would cost their accuracy; ``"fast_scale"``, the scale folded into Q,
+        which is rounded once more. The latter two need ``softmax="tensor"``.
+    rescale_threshold: how much a row's maximum may grow, as a power of two, before its output is
+        rescaled: 0 (after every key tile) to 15. GPUs only.
+    p_max_offset: the largest weight of a row is 2 to this power before it is rounded; with
+        ``rescale_threshold`` at most 15. GPUs only.
+    min_exponent_log2: how far below a shared reference a row's maximum may lie, as a power of two:
+        -126 to 0. float16 never uses more than -10.
     """
 
     backend: str = _DEFAULT_BACKEND
@@ -54,6 +109,15 @@ class Options:
     fp8: bool = False
     fp8_exp: str = "code"
     output_dtype: object = None
+    softmax: str = _DEFAULT_SOFTMAX
+    tensor_share: float | None = _DEFAULT_TENSOR_SHARE
+    tensor_split: str = "keys"
+    softmax_mode: str = "exact"
+    rescale_threshold: float = 8.0
+    p_max_offset: float = 0.0
+    min_exponent_log2: float = -100.0
+    # What the operators are told of it all: without and with an LSE that the call returns.
+    backend_settings: tuple[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _choice("backend", self.backend, BACKENDS)
@@ -64,17 +128,40 @@ class Options:
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.output_dtype is not None and not self.output_f32:
             raise ValueError(f"output_dtype is {self.output_dtype!r}; it must be None or float32")
+        _choice("softmax", self.softmax, SOFTMAX_UNITS)
+        _tensor_share("tensor_share", self.tensor_share)
+        _choice("tensor_split", self.tensor_split, TENSOR_SPLITS)
+        _choice("softmax_mode", self.softmax_mode, SOFTMAX_MODES)
+        for name in ("rescale_threshold", "p_max_offset", "min_exponent_log2"):
+            _number(name, getattr(self, name))
+        settings = tuple(self._backend_setting(exact) for exact in (False, True))
+        object.__setattr__(self, "backend_settings", settings)
 
     @property
     def output_f32(self) -> bool:
         return self.output_dtype is not None and str(self.output_dtype) in _FLOAT32
 
-    @property
-    def backend_setting(self) -> str:
-        """The operators' setting ``backend``, with the precision of float32 if one is asked for."""
-        if self.float32_precision == "auto":
-            return self.backend
-        return f"{self.backend}:{self.float32_precision}"
+    def _backend_setting(self, exact_lse: bool) -> str:
+        """The operators' setting ``backend``: with it travel the softmax options that are not the
+        defaults, and the precision of float32 if one is asked for."""
+        items = [self.softmax] if self.softmax != "auto" else []
+        if self.softmax_mode != "exact":
+            items.append(f"mode={self.softmax_mode}")
+        if self.tensor_share is not None:
+            items.append(f"quarters={round(4 * self.tensor_share)}")
+        if self.tensor_split == "rows":
+            items.append("rows")
+        if self.rescale_threshold != 8.0:
+            items.append(f"threshold={float(self.rescale_threshold)!r}")
+        if self.p_max_offset != 0.0:
+            items.append(f"offset={float(self.p_max_offset)!r}")
+        if self.min_exponent_log2 != -100.0:
+            items.append(f"exponent={float(self.min_exponent_log2)!r}")
+        if exact_lse:
+            items.append("lse")
+        softmax = f";{','.join(items)}" if items else ""
+        precision = "" if self.float32_precision == "auto" else f":{self.float32_precision}"
+        return self.backend + softmax + precision
 
 
 DEFAULT_OPTIONS = Options()

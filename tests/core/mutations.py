@@ -56,11 +56,76 @@ FILE_OF_SUITE = {
     "Sequence": "test_sequence.cc",
     "SoftmaxState": "test_softmax_state.cc",
     "Swizzle": "test_swizzle.cc",
+    "TensorSoftmax": "test_tensor_softmax.cc",
     "TileOrder": "test_tile_order.cc",
 }
 
 # header: (test, original, replacement)
 LISTED = {
+    "tensor_emulation.h": [
+        (
+            "TensorSoftmax.ProductsAreCutBelowTheLargestTerm",
+            "const int unit = top - 23 - kept_bits;",
+            "const int unit = top - 24 - kept_bits;",
+        ),
+        (
+            "TensorSoftmax.ProductsAreCutBelowTheLargestTerm",
+            "const std::int64_t magnitude = x < 0 ? -x : x;",
+            "const std::int64_t magnitude = x;",
+        ),
+        (
+            "TensorSoftmax.DotOfRepresentableSumsIsExact",
+            "x.exponent + y.exponent - 46 - unit",
+            "x.exponent + y.exponent - 45 - unit",
+        ),
+        (
+            "TensorSoftmax.ScaleAndAddTruncatesTheScore",
+            "A[at.row][at.column] = truncate_to_tf32(a[lane][i]);",
+            "A[at.row][at.column] = a[lane][i];",
+        ),
+        (
+            "TensorSoftmax.AnInfinityPoisonsBothRowsOfALane",
+            "  if (!finite) {",
+            "  if (false) {",
+        ),
+        (
+            "TensorSoftmax.ScaleAndAddIsElementWise",
+            "c[lane][i] = addend[lane][i % 2];",
+            "c[lane][i] = addend[lane][i / 2];",
+        ),
+    ],
+    "tensor_softmax.h": [
+        (
+            "TensorSoftmax.Tf32IsTheUpperElevenBits",
+            "kTf32Ignored = 0x1fffu",
+            "kTf32Ignored = 0x0fffu",
+        ),
+        (
+            "TensorSoftmax.Tf32IsTheUpperElevenBits",
+            "float_bits(x) + 0x1000u",
+            "float_bits(x) + 0x0fffu",
+        ),
+        (
+            "TensorSoftmax.ScaleAndAddIsElementWise",
+            "2 * (at.row % 4) + at.row / 4",
+            "at.row",
+        ),
+        (
+            "TensorSoftmax.ScaleAndAddIsElementWise",
+            "return element % 2 * 2 + element / 2;",
+            "return element;",
+        ),
+        (
+            "TensorSoftmax.Tf32RowSumsKeepRowsApart",
+            "return at.row / 4 == at.column % 2;",
+            "return true;",
+        ),
+        (
+            "TensorSoftmax.IntegerReductionsFindTheLargestFloat",
+            "return largest < 0 ? smallest : largest;",
+            "return largest;",
+        ),
+    ],
     "geometry.h": [
         (
             "Geometry.RowsSeeExactlyTheKeysOfTheDefinition",

@@ -65,6 +65,52 @@ const BadForward kBadForward[] = {
      "heads_q is 0 and heads_k is 2; heads_q must be a positive multiple of heads_k, or both 0"},
     {"TooMuchWork", [](ForwardProblem* p) { p->batch = kBillion; },
      "batch * heads_q is 8000000000; it must be at most 2147483647"},
+    {"SoftmaxUnit", [](ForwardProblem* p) { p->softmax.unit = static_cast<SoftmaxUnit>(7); },
+     "softmax.unit is 7; it must be automatic (0), vector (1) or tensor (2)"},
+    {"SoftmaxMode", [](ForwardProblem* p) { p->softmax.mode = static_cast<SoftmaxMode>(3); },
+     "softmax.mode is 3; it must be exact (0), surrogate (1) or fast_scale (2)"},
+    {"SoftmaxModeNeedsTensor", [](ForwardProblem* p) { p->softmax.mode = SoftmaxMode::surrogate; },
+     "softmax_mode is surrogate; it needs softmax = tensor, which is auto"},
+    {"TensorShareOfThree",
+     [](ForwardProblem* p) {
+       p->softmax.unit = SoftmaxUnit::tensor;
+       p->softmax.tensor_quarters = 3;
+     },
+     "tensor_quarters is 3; it must be 0, 1, 2 or 4, or -1 for automatic"},
+    {"TensorShareNeedsTensor",
+     [](ForwardProblem* p) {
+       p->softmax.unit = SoftmaxUnit::vector;
+       p->softmax.tensor_quarters = 2;
+     },
+     "tensor_share is 0.5; it needs softmax = tensor, which is vector"},
+    {"TensorShareOfAMode",
+     [](ForwardProblem* p) {
+       p->softmax.unit = SoftmaxUnit::tensor;
+       p->softmax.mode = SoftmaxMode::fast_scale;
+       p->softmax.tensor_quarters = 4;
+     },
+     "tensor_share is 1; with softmax_mode = fast_scale it must be 0"},
+    {"TensorSplit",
+     [](ForwardProblem* p) {
+       p->softmax.unit = SoftmaxUnit::tensor;
+       p->softmax.split_rows = true;
+     },
+     "tensor_split is rows; it needs tensor_share = 0.5"},
+    {"RescaleThresholdNegative", [](ForwardProblem* p) { p->softmax.rescale_threshold = -1.0f; },
+     "rescale_threshold is -1; it must be from 0 to 15"},
+    {"RescaleThresholdNan", [](ForwardProblem* p) { p->softmax.rescale_threshold = NAN; },
+     "rescale_threshold is nan; it must be from 0 to 15"},
+    {"RescaleThresholdOfSurrogate",
+     [](ForwardProblem* p) {
+       p->softmax.unit = SoftmaxUnit::tensor;
+       p->softmax.mode = SoftmaxMode::surrogate;
+       p->softmax.rescale_threshold = 4.0f;
+     },
+     "rescale_threshold is 4; with softmax_mode = surrogate it must be at least 8"},
+    {"PMaxOffset", [](ForwardProblem* p) { p->softmax.p_max_offset = 8.0f; },
+     "p_max_offset is 8; with rescale_threshold 8 it must be from 0 to 7"},
+    {"MinExponent", [](ForwardProblem* p) { p->softmax.min_exponent_log2 = -200.0f; },
+     "min_exponent_log2 is -200; it must be from -126 to 0"},
     {"DenseTotalQ", [](ForwardProblem* p) { p->total_q = 100; },
      "total_q is 100; for a dense tensor it must be 0 or batch * seqlen, 2048"},
     {"DenseTotalK", [](ForwardProblem* p) { p->total_k = 1024; },

@@ -307,6 +307,26 @@ CASES = {
         TypeError,
         "checked is 1; it must be True or False",
     ),
+    "softmax_unknown": (
+        lambda: pantile.Options(softmax="gpu"),
+        ValueError,
+        "softmax is 'gpu'; it must be one of auto, vector, tensor",
+    ),
+    "tensor_share_third": (
+        lambda: pantile.Options(softmax="tensor", tensor_share=0.3),
+        ValueError,
+        "tensor_share is 0.3; it must be one of 0, 0.25, 0.5, 1, or None for the table",
+    ),
+    "softmax_mode_unknown": (
+        lambda: pantile.Options(softmax_mode="paper"),
+        ValueError,
+        "softmax_mode is 'paper'; it must be one of exact, surrogate, fast_scale",
+    ),
+    "rescale_threshold_text": (
+        lambda: pantile.Options(rescale_threshold="8"),
+        TypeError,
+        "rescale_threshold is '8'; it must be a real number",
+    ),
     # packed
     "varlen_rank_4": (
         varlen(q=torch.randn(1, 7, 4, 8)),

@@ -116,6 +116,65 @@ def test_options_are_frozen_values():
     assert hash(options) == hash(pantile.Options("cpu", True))
 
 
+def test_softmax_options_reach_the_plan():
+    q, k, v = operands()
+    plain = pantile.explain(q, k, v).forward.softmax
+    assert plain == "vector, mode exact, tensor share 0, rescale threshold 8"
+    options = pantile.Options(softmax="vector", rescale_threshold=2.5)
+    assert pantile.explain(q, k, v, options=options).forward.softmax.endswith("threshold 2.5")
+    assert "softmax: vector" in str(pantile.explain(q, k, v))
+    assert pantile.explain(q, k, v).backward.softmax == ""
+    with pytest.raises(pantile.UnsupportedError, match="cpu: has no softmax on tensor cores"):
+        pantile.attention(q, k, v, options=pantile.Options(softmax="tensor"))
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"rescale_threshold": 16}, "rescale_threshold is 16; it must be from 0 to 15"),
+        ({"p_max_offset": 8}, "p_max_offset is 8; with rescale_threshold 8 it must be from 0 to 7"),
+        ({"min_exponent_log2": 1}, "min_exponent_log2 is 1; it must be from -126 to 0"),
+        ({"tensor_share": 0.5}, "tensor_share is 0.5; it needs softmax = tensor, which is auto"),
+        (
+            {"softmax_mode": "surrogate"},
+            "softmax_mode is surrogate; it needs softmax = tensor, which is auto",
+        ),
+        (
+            {"softmax": "tensor", "tensor_split": "rows"},
+            "tensor_split is rows; it needs tensor_share = 0.5",
+        ),
+    ],
+)
+def test_softmax_options_that_no_call_takes(choice, message):
+    q, k, v = operands()
+    with pytest.raises(ValueError, match=message):
+        pantile.attention(q, k, v, options=pantile.Options(**choice))
+
+
+def test_environment_sets_the_softmax():
+    source = """
+        import pantile
+        options = pantile.Options()
+        print(options.softmax, options.tensor_share)
+    """
+    found = run_python(source, PANTILE_SOFTMAX="tensor", PANTILE_TENSOR_SHARE="0.25")
+    assert found.split() == ["tensor", "0.25"]
+    assert run_python(source).split() == ["auto", "None"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("PANTILE_SOFTMAX", "gpu", "it must be one of auto, vector, tensor"),
+        ("PANTILE_TENSOR_SHARE", "0.3", "is 0.3; it must be one of 0, 0.25, 0.5, 1"),
+        ("PANTILE_TENSOR_SHARE", "half", "is 'half'; it must be one of 0, 0.25, 0.5, 1"),
+    ],
+)
+def test_environment_of_the_softmax_is_checked(name, value, message):
+    with pytest.raises(AssertionError, match=message):
+        run_python("import pantile", **{name: value})
+
+
 def test_environment_sets_the_backend():
     source = """
         import torch, pantile

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "pantile/device.h"
+#include "pantile/export.h"
 #include "pantile/problem.h"
 #include "pantile/registry.h"
 
@@ -32,6 +33,7 @@ struct ForwardPlan {
   int tile_q = 0;                      // query rows per tile
   int tile_k = 0;                      // keys per tile
   int blocks = 0;                      // thread blocks launched; CPU: work items
+  SoftmaxOptions softmax;              // the problem's, with nothing left automatic
   Workspace workspace;
 };
 
@@ -44,5 +46,8 @@ struct BackwardPlan {
   int blocks = 0;
   Workspace workspace;
 };
+
+PANTILE_API const char* softmax_unit_name(SoftmaxUnit unit);
+PANTILE_API const char* softmax_mode_name(SoftmaxMode mode);
 
 }  // namespace pantile

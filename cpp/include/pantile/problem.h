@@ -38,6 +38,37 @@ struct Fp8Format {
   bool smooth_k = false;  // K was quantised less its mean: scale * (Q . mean) is added to LSE
 };
 
+// Where the softmax of the forward runs: on vector units, or partly on tensor cores
+// (docs/flashattention-t.md). `automatic` takes what measured fastest.
+enum class SoftmaxUnit : std::uint8_t { automatic = 0, vector, tensor };
+
+// How far a tensor softmax goes.
+//   exact       each row has its own reference
+//   surrogate   16 rows share one, as in the FlashAttention-T paper; a row that it would cost its
+//               accuracy keeps its own
+//   fast_scale  the scale is folded into Q, which is rounded once more
+enum class SoftmaxMode : std::uint8_t { exact = 0, surrogate, fast_scale };
+
+inline constexpr int kAutomaticShare = -1;
+
+struct SoftmaxOptions {
+  SoftmaxUnit unit = SoftmaxUnit::automatic;
+  SoftmaxMode mode = SoftmaxMode::exact;  // another one needs unit = tensor
+  // Share of the scores that tensor products scale, in quarters: 0, 1, 2 or 4. More than 0 needs
+  // unit = tensor. Taken by keys, or with 2 quarters and split_rows by tiles of 16 rows.
+  int tensor_quarters = kAutomaticShare;
+  bool split_rows = false;
+  // Base-2 logits. A row's reference follows its maximum when it grew by more than
+  // rescale_threshold; 0: after every key tile. P at the maximum is 2^p_max_offset. 0 to 15
+  // together. A row may lie min_exponent_log2 (-126 to 0) below a shared reference.
+  float rescale_threshold = 8.0f;
+  float p_max_offset = 0.0f;
+  float min_exponent_log2 = -100.0f;
+  // Whether the LSE must be that of the fp32 weights. If not, an automatic choice may deliver the
+  // LSE of the weights as they were rounded for P V: enough for the backward.
+  bool exact_lse = true;
+};
+
 struct ForwardProblem {
   DType dtype = DType::bf16;    // of Q, K, V and, except for e4m3 and output_f32, of O
   std::int64_t batch = 0;       // sequences
@@ -68,6 +99,7 @@ struct ForwardProblem {
 
   float scale = 0.0f;  // multiplies Q K^T; must be finite
   Float32Precision float32_precision = Float32Precision::highest;  // read when dtype is f32
+  SoftmaxOptions softmax;
 
   bool wants_lse = true;  // LSE fp32: [batch, heads_q, seqlen_q], packed: [heads_q, total_q]
 
