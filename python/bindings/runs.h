@@ -124,7 +124,7 @@ inline int explain_problem(const QuantizeProblem& problem, const DeviceProps& de
   return explain_quantize(problem, device, options, verdicts, capacity);
 }
 
-// Where the softmax runs; a backward has no choice.
+// Where the softmax runs; other passes have no choice.
 inline std::string softmax_text(const ForwardPlan& plan) {
   const SoftmaxOptions& softmax = plan.softmax;
   char text[160];
@@ -137,7 +137,8 @@ inline std::string softmax_text(const ForwardPlan& plan) {
                     : "");
   return text;
 }
-inline std::string softmax_text(const BackwardPlan&) {
+template <class Plan>
+std::string softmax_text(const Plan&) {
   return "";
 }
 

@@ -112,8 +112,8 @@ def test_options_are_frozen_values():
     options = pantile.Options(backend="cpu", checked=True)
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.backend = "auto"
-    assert options == pantile.Options("cpu", True)
-    assert hash(options) == hash(pantile.Options("cpu", True))
+    assert options == pantile.Options("cpu", checked=True)
+    assert hash(options) == hash(pantile.Options("cpu", checked=True))
 
 
 def test_softmax_options_reach_the_plan():
