@@ -1,4 +1,4 @@
-// Softmax options of kernels that have one softmax only, and the names of the options.
+// The rules and names of softmax options, and what kernels do that have one softmax only.
 #pragma once
 
 #include "pantile/plan.h"
@@ -7,6 +7,10 @@
 #include "pantile/status.h"
 
 namespace pantile::host {
+
+// The rules that the options must keep, whatever kernel runs; their messages name the argument, its
+// value and what is allowed.
+Status softmax_options_rule(const ForwardProblem& problem);
 
 // Ok, or why a row other than the ampere ones, which choose themselves, cannot do what is asked.
 Status softmax_rule(const KernelInfo& row, const ForwardProblem& problem);
