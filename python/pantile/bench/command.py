@@ -117,6 +117,7 @@ class _Progress:
 def _table(lines: list[dict], names: list[str]) -> None:
     from pantile.bench import sweep
 
+    unit, factor = ("GFLOP/s", 1e3) if "cpu" in lines[0] else ("TFLOP/s", 1.0)
     rows = []
     for line in (line for line in lines if line["kind"] == "timing"):
         for state, results in line["results"].items():
@@ -125,13 +126,13 @@ def _table(lines: list[dict], names: list[str]) -> None:
             for name in [sweep.OURS, *names]:
                 found = results.get(name)
                 cells.append("-" if found is None else f"{found['ms']:.3f}")
-                cells.append("-" if found is None else f"{found['tflops']:.4g}")
+                cells.append("-" if found is None else f"{found['tflops'] * factor:.0f}")
             verdict = "" if best == "-" else f"{value:.2f}x {best}"
             label = line["case"] + ("" if state == "back_to_back" else ", flushed")
             rows.append([label, line["pass"], *cells, verdict])
     columns = ["case", "pass"]
     for name in [sweep.OURS, *names]:
-        columns += [f"{name} ms", "TFLOP/s"]
+        columns += [f"{name} ms", unit]
     print_table("medians; ratio: best peer's time over ours", [*columns, "ratio"], rows)
     reasons = {}
     for line in (line for line in lines if line["kind"] == "timing"):
