@@ -18,7 +18,7 @@ import pathlib
 import sys
 from dataclasses import dataclass
 
-from pantile.bench.sweep import OURS, geometric_mean
+from pantile.bench.sweep import OURS, geometric_mean, is_peer
 
 LEAST_NOISE = 0.03  # what repeated runs of one build differ by, ratios taken
 
@@ -54,7 +54,7 @@ def spread(figures: dict) -> float:
 
 
 def compare_cell(name: str, before: dict, after: dict) -> Cell:
-    common = [n for n in before if n in after and n != OURS]
+    common = [n for n in before if n in after and is_peer(n)]
     change = before[OURS]["ms"] / after[OURS]["ms"]
     squares = [spread(x[OURS]) ** 2 for x in (before, after)]
     drift = None

@@ -13,7 +13,7 @@ STATES = {"back_to_back": "back to back", "flushed": "flushed L2"}
 
 
 def ratio(results: dict) -> float:
-    others = [r["ms"] for n, r in results.items() if n != OURS]
+    others = [r["ms"] for n, r in results.items() if not n.startswith(OURS)]
     if OURS not in results or not others:
         return math.nan
     return min(others) / results[OURS]["ms"]
@@ -84,8 +84,22 @@ def special_table(rows: list[dict], state: str, unit: str, factor: float) -> lis
 
 
 def peers_text(rows: list[dict], state: str) -> str:
-    names = dict.fromkeys(n for r in rows for n in r["results"][state] if n != OURS)
+    names = dict.fromkeys(n for r in rows for n in r["results"][state] if not n.startswith(OURS))
     return ", ".join(names) or "no peer"
+
+
+def variants_text(rows: list[dict], state: str) -> list[str]:
+    """Our variants ("pantile, deterministic"): their mean speed against our own."""
+    out = []
+    names = dict.fromkeys(n for r in rows for n in r["results"][state] if n.startswith(f"{OURS},"))
+    for name in names:
+        both = [r["results"][state] for r in rows if name in r["results"][state]]
+        values = [results[OURS]["ms"] / results[name]["ms"] for results in both]
+        out.append(
+            f"{name}: {mean(values):.3f} of the speed (geometric mean, {len(values)} cells), "
+            f"at worst {min(values):.2f}."
+        )
+    return [*out, ""] if out else []
 
 
 def absent_text(rows: list[dict]) -> list[str]:
@@ -119,7 +133,8 @@ def part_of(rows: list[dict], what: str, dtype: str, state: str) -> list[str]:
     if any(map(is_grid, rows)):
         out += [*grid_table(rows, state, factor), ""]
     special = special_table(rows, state, unit, factor)
-    return out + ([*special, ""] if special else [])
+    out += [*special, ""] if special else []
+    return out + variants_text(rows, state)
 
 
 def speed_section(path: pathlib.Path, page: pathlib.Path) -> list[str]:

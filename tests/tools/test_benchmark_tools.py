@@ -55,6 +55,13 @@ def test_a_noisy_cell_is_not_called_slower():
     assert cell.drift is None
 
 
+def test_our_variants_are_no_peers():
+    variant = {"pantile, deterministic": 1.0}
+    cell = compare.compare_cell("x", cells(pantile=1.0, **variant), cells(pantile=2.0, **variant))
+    assert cell.drift is None
+    assert cell.change == 0.5
+
+
 def write(path, ours: float, peer: float = 1.0) -> str:
     rows = [
         {

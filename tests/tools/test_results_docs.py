@@ -77,6 +77,17 @@ def test_two_runs_are_compared_by_their_ratios(results):
     assert results_files.speed_files() == []
 
 
+def test_our_variants_are_no_peers(results):
+    run = {"kind": "run", "torch": "2.11", "commit": "abc", "state_before": {"name": "GPU X"}}
+    variant = {"pantile, deterministic": 2.0}
+    write(
+        results / "x.jsonl", [run, timing("d64 full 512", "backward", 512, 1.0, a=3.0, **variant)]
+    )
+    text = "\n".join(results_speed.speed(results_files.ROOT / "docs/page.md"))
+    assert "the best of a. Geometric mean 3.000" in text
+    assert "pantile, deterministic: 0.500 of the speed (geometric mean, 1 cells)" in text
+
+
 def test_ratios_leave_out_cells_without_peers():
     rows = [timing("a", "forward", 8, 1.0), timing("b", "forward", 8, 1.0, x=3.0)]
     assert results_speed.ratios(rows, "forward", "back_to_back") == {"b": 3.0}

@@ -147,9 +147,14 @@ def measure_case(case: Case, what: str, setup: Setup) -> dict:
 # ---- what the numbers say
 
 
+def is_peer(name: str) -> bool:
+    """Our variants are named "pantile, ...": they are no peers."""
+    return not name.startswith(OURS)
+
+
 def ratio(results: dict) -> tuple[float, str]:
     """Our speed over the best peer's, and that peer's name; NaN without either."""
-    others = {n: r["ms"] for n, r in results.items() if n not in (OURS, DETERMINISTIC)}
+    others = {n: r["ms"] for n, r in results.items() if is_peer(n)}
     if OURS not in results or not others:
         return math.nan, "-"
     best = min(others, key=others.get)
