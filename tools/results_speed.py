@@ -88,6 +88,18 @@ def peers_text(rows: list[dict], state: str) -> str:
     return ", ".join(names) or "no peer"
 
 
+def by_peer_text(rows: list[dict], state: str) -> str:
+    """Our speed over each peer alone: geometric means."""
+    found: dict[str, list[float]] = {}
+    for results in (r["results"][state] for r in rows):
+        for name in (n for n in results if not n.startswith(OURS)):
+            found.setdefault(name, []).append(results[name]["ms"] / results[OURS]["ms"])
+    if len(found) < 2:
+        return ""
+    texts = (f"{name} {mean(values):.2f} ({len(values)})" for name, values in found.items())
+    return f"; by peer (cells) {', '.join(texts)}"
+
+
 def variants_text(rows: list[dict], state: str) -> list[str]:
     """Our variants ("pantile, deterministic"): their mean speed against our own."""
     out = []
@@ -127,7 +139,7 @@ def part_of(rows: list[dict], what: str, dtype: str, state: str) -> list[str]:
         text += (
             f", in brackets the ratio to the best of {peers_text(rows, state)}. "
             f"Geometric mean {middle:.3f} over {len(values)} cells, worst {values[worst]:.2f} "
-            f"({worst}), {sum(v < 1 for v in values.values())} below 1"
+            f"({worst}), {sum(v < 1 for v in values.values())} below 1{by_peer_text(rows, state)}"
         )
     out = [f"{text}.", ""]
     if any(map(is_grid, rows)):

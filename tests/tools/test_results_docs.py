@@ -61,7 +61,7 @@ def test_speed_block(results):
     assert "| 64 causal | 50 (2.00) |" in text
     assert "| window at 1k | 25 |" in text
     assert "the best of a, b. Geometric mean 1.000 over 2 cells" in text
-    assert "worst 0.50 (d64 full 512), 1 below 1" in text
+    assert "worst 0.50 (d64 full 512), 1 below 1; by peer (cells) a 2.00 (2), b 0.50 (1)." in text
 
 
 def test_two_runs_are_compared_by_their_ratios(results):
