@@ -90,7 +90,7 @@ inline ForwardParams forward_params(const ForwardConfig& config, const ForwardPl
   params.lse_batch = p.packed_q ? 0 : p.heads_q * p.seqlen_q;
   params.max_logit = t.max_logit;
   params.output_f32 = p.output_f32;
-  params.counter = claims_dynamically(p, mask) ? static_cast<std::int32_t*>(workspace) : nullptr;
+  params.counter = plan.workspace.bytes != 0 ? static_cast<std::int32_t*>(workspace) : nullptr;
   params.no_keys = rows_k == 0;
   params.zero_tail = p.packed_k || p.has_seqused_k || params.no_keys;
   params.clipped = !p.packed_q && !p.has_seqused_q;

@@ -110,7 +110,10 @@ void configure_forward(ForwardPlan* plan) {
   plan->tile_k = config.tile_k;
   plan->blocks =
       std::min(plan->device.multiprocessors, forward_order(p, row.mask, config.tile_q()).count());
-  const std::size_t counters = claims_dynamically(p, row.mask) ? 2 * sizeof(std::int32_t) : 0;
+  // With one tile a block there is nothing to claim, and nothing to lend for it.
+  const bool claims = claims_dynamically(p, row.mask) &&
+                      forward_order(p, row.mask, config.tile_q()).count() > plan->blocks;
+  const std::size_t counters = claims ? 2 * sizeof(std::int32_t) : 0;
   plan->workspace = Workspace{counters, counters};
 }
 

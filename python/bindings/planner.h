@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 #include <initializer_list>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -73,8 +74,17 @@ inline DeviceProps properties_of(Device device) {
   if (device.type == DeviceType::cpu) {
     return cpu_properties().get();
   }
+  // The driver is asked once; later calls take a copy.
+  static std::array<std::optional<DeviceProps>, 64> known;
+  const auto index = static_cast<std::size_t>(device.index);
+  if (index < known.size() && known[index]) {
+    return *known[index];
+  }
   DeviceProps props;
   raise_unless_ok(query_device(device, &props));
+  if (index < known.size()) {
+    known[index] = props;
+  }
   return props;
 }
 

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "changes.h"
 #include "pantile/pantile.h"
 #include "planner.h"
 #include "request.h"
@@ -73,8 +74,25 @@ inline void check_host_sequences(const Request& request) {
   }
 }
 
-// Plans and runs. The answer is 0 when that was done, or the inputs (copy bits) that must be copied
-// before any kernel accepts; nothing has been launched then.
+// Copy bits and change bits (changes.h) that make some kernel accept a problem that all refuse, or
+// 0. The problem is then what it will be after those copies. Without operands nothing can be
+// copied.
+template <class Plan, class Problem>
+unsigned what_helps(Problem* problem, const DeviceProps& device, const PlanOptions& options,
+                    std::initializer_list<Operand> operands) {
+  const auto accepts = [&] {
+    Plan plan;
+    return make_plan(*problem, device, options, &plan).ok();
+  };
+  if (operands.size() == 0) {
+    return 0;
+  }
+  const unsigned copies = copies_that_help(operands, accepts);
+  return copies != 0 ? copies : changes_that_help(problem, accepts);
+}
+
+// Plans and runs. The answer is 0 when that was done, or the bits of the inputs that must be copied
+// or changed before any kernel accepts; nothing has been launched then.
 template <class Plan, class Problem, class Tensors>
 unsigned plan_and_run(const Request& request, Problem* problem, const Tensors& tensors, Pass pass,
                       std::initializer_list<Operand> operands) {
@@ -86,12 +104,9 @@ unsigned plan_and_run(const Request& request, Problem* problem, const Tensors& t
   Status status;
   const Plan* found = plan_cache<Problem, Plan>().find(*problem, device, request.options, &status);
   if (found == nullptr && status.code() == StatusCode::unsupported) {
-    const unsigned copies = copies_that_help(operands, [&] {
-      Plan plan;
-      return make_plan(*problem, device, request.options, &plan).ok();
-    });
-    if (copies != 0) {
-      return copies;
+    const unsigned bits = what_helps<Plan>(problem, device, request.options, operands);
+    if (bits != 0) {
+      return bits;
     }
   }
   raise_unless_ok(status);
@@ -155,9 +170,9 @@ inline nb::list verdict_list(const std::vector<Verdict>& verdicts) {
   return rows;
 }
 
-// What one pass would do: {"copies": copy bits, "kernel": name or None, "reason", "tile_q",
-// "tile_k", "blocks", "workspace_bytes", "rows": a verdict for each row of the table}. Everything
-// but "copies" describes the problem after those copies.
+// What one pass would do: {"copies": copy and change bits, "kernel": name or None, "reason",
+// "tile_q", "tile_k", "blocks", "workspace_bytes", "rows": a verdict for each row of the table}.
+// Everything but "copies" describes the problem after those copies.
 template <class Plan, class Problem>
 nb::dict explain_pass(const Request& request, Problem* problem,
                       std::initializer_list<Operand> operands) {
@@ -166,10 +181,7 @@ nb::dict explain_pass(const Request& request, Problem* problem,
   Plan plan;
   Status status = make_plan(*problem, device, request.options, &plan);
   if (status.code() == StatusCode::unsupported) {
-    copies |= copies_that_help(operands, [&] {
-      Plan candidate;
-      return make_plan(*problem, device, request.options, &candidate).ok();
-    });
+    copies |= what_helps<Plan>(problem, device, request.options, operands);
     status = make_plan(*problem, device, request.options, &plan);
   }
   if (status.code() == StatusCode::invalid_argument) {

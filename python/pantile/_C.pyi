@@ -30,7 +30,7 @@ def forward(
     window_right: int,
     backend: str,
 ) -> int:
-    """Copy bits: q 1, k 2, v 4. ``o`` has the dtype of q or is float32."""
+    """Bits: copy q 1, k 2, v 4; pad head dims 128, fold scale 256. ``o``: dtype of q or float32."""
 
 def backward(
     grad_o: Any,
@@ -55,7 +55,7 @@ def backward(
     backend: str,
     deterministic: bool,
 ) -> int:
-    """Copy bits: q 1, k 2, v 4, grad_o 8, o 16, lse 32, grad_lse 64."""
+    """Copy bits: q 1, k 2, v 4, grad_o 8, o 16, lse 32, grad_lse 64; 128, 256 as in forward."""
 
 def explain(
     q: Any,

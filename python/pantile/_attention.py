@@ -17,15 +17,16 @@ FP8_FORMAT = (128, 128, True, True)
 
 # pantile._ops once torch has been seen; importing pantile does not import torch.
 _torch_ops = None
+_tensor_type = None  # torch.Tensor then
 
 
 def load_torch() -> None:
     """Registers the torch operators, if the program has imported torch."""
-    global _torch_ops
+    global _torch_ops, _tensor_type
     if _torch_ops is None and "torch" in sys.modules:
         from pantile import _fp8_ops, _ops  # noqa: F401 (registers its operators)
 
-        _torch_ops = _ops
+        _torch_ops, _tensor_type = _ops, _ops.Tensor
 
 
 def _engine(q: object) -> Any:
@@ -54,6 +55,8 @@ def _scale(scale: object) -> float | None:
 
 
 def _check_flags(return_lse: object, return_max_logit: object, deterministic: object) -> None:
+    if type(return_lse) is type(return_max_logit) is type(deterministic) is bool:
+        return
     for name, value in (
         ("return_lse", return_lse),
         ("return_max_logit", return_max_logit),
@@ -87,6 +90,8 @@ def _refuse_extras(return_max_logit: bool, options: Options) -> None:
 
 def _call(q, k, v, settings, options: Options, deterministic, return_lse, return_max_logit):
     """To the operator that serves the call."""
+    if type(q) is _tensor_type and options is DEFAULT_OPTIONS and not return_max_logit:
+        return _torch_ops.attention(q, k, v, settings, deterministic, False, return_lse, None)
     flags = deterministic, options.checked, return_lse
     if type(q) is Quantized:
         if k is not None or v is not None:
@@ -112,7 +117,19 @@ def _require_torch(engine: Any) -> None:
         raise TypeError("q is a numpy.ndarray; FP8 needs a torch.Tensor")
 
 
+# Of calls without a window, a scale or options: by backend settings and `causal`.
+_COMMON_SETTINGS = {
+    (backend, causal): (None, None, None, None, 0, 0, None, -1, 0 if causal else -1, backend)
+    for backend in DEFAULT_OPTIONS.backend_settings.values()
+    for causal in (False, True)
+}
+
+
 def _dense_settings(causal, window, scale, backend: str) -> tuple:
+    if window is None and scale is None and type(causal) is bool:
+        common = _COMMON_SETTINGS.get((backend, causal))
+        if common is not None:
+            return common
     left, right = window_bounds(causal, window)
     return (None, None, None, None, 0, 0, _scale(scale), left, right, backend)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from pantile import _C
 
+# Behind the bits of copies: copies of another shape, or of other values (bindings/changes.h).
+PAD_HEAD_DIMS, FOLD_SCALE = 128, 256
 _COPY_NAMES = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")  # by bit, as the bindings answer
 
 
@@ -32,6 +34,8 @@ class PassExplanation:
     copies: tuple[str, ...]  # inputs copied first, because no kernel takes their layout
     reason: str  # why no kernel serves, when kernel is None
     rows: tuple[Verdict, ...]
+    pads_head_dims: bool = False  # inputs are copied with zeros, to multiples of 8 columns
+    folds_scale: bool = False  # q is copied times -1 or 0, and scale made positive
 
     def lines(self, title: str) -> list[str]:
         if self.kernel is None:
@@ -46,6 +50,10 @@ class PassExplanation:
             lines.append(f"  softmax: {self.softmax}")
         if self.copies:
             lines.append(f"  copies first: {', '.join(self.copies)}")
+        if self.pads_head_dims:
+            lines.append("  copies inputs first, with head dims padded to multiples of 8")
+        if self.folds_scale:
+            lines.append("  copies q first, times the sign of scale, for a positive scale")
         width = max((len(row.kernel) for row in self.rows), default=0)
         for row in self.rows:
             verdict = "chosen" if row.chosen else row.reason or "would serve, comes later"
@@ -72,7 +80,8 @@ def _pass(answer: dict) -> PassExplanation:
     bits = answer["copies"]
     copies = tuple(name for bit, name in enumerate(_COPY_NAMES) if bits >> bit & 1)
     rows = tuple(Verdict(**row) for row in answer["rows"])
-    return PassExplanation(**{**answer, "copies": copies, "rows": rows})
+    changes = {"pads_head_dims": bool(bits & PAD_HEAD_DIMS), "folds_scale": bool(bits & FOLD_SCALE)}
+    return PassExplanation(**{**answer, "copies": copies, "rows": rows, **changes})
 
 
 def explain_call(operands, settings: tuple, deterministic: bool, extras) -> Explanation:

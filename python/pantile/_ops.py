@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils import flop_counter
 
 from pantile import _C, _runtime
+from pantile._explain import FOLD_SCALE, PAD_HEAD_DIMS
 from pantile._masks import visible_pairs
 from pantile._options import log
 
@@ -26,7 +27,6 @@ _SETTINGS = (
 _SETTINGS_COUNT = 10
 _BACKEND = 9  # "name", or "name:precision of float32"
 _LENGTHS_COUNT = 4  # the first settings are tensors
-_NO_EXTRAS = (False, False)
 _NO_LENGTHS = (None,) * _LENGTHS_COUNT
 
 _TENSOR_NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
@@ -125,18 +125,66 @@ def _run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None)
     if checked and packed:
         _check_lengths(q, k, settings)
     max_logit = None
-    wants_max_logit, output_f32 = extras or _NO_EXTRAS
-    o, lse = _new_outputs(q, v, wants_lse, output_f32)
-    if wants_max_logit:  # kernels raise it
-        shape = (_batch(q, settings), q.shape[-2])
-        max_logit = q.new_full(shape, -torch.inf, dtype=torch.float32)
+    if extras is None:
+        o, lse = _new_outputs(q, v, wants_lse, False)
+    else:
+        o, lse = _new_outputs(q, v, wants_lse, extras[1])
+        if extras[0]:  # kernels raise it
+            shape = (_batch(q, settings), q.shape[-2])
+            max_logit = q.new_full(shape, -torch.inf, dtype=torch.float32)
     copies = _C.forward(q, k, v, o, lse, max_logit, *settings)
     if copies:
         operands = [q, k, v]
         while copies:
+            if copies >= PAD_HEAD_DIMS:
+                return _run_changed_forward(copies, operands, settings, wants_lse, extras)
             _copy(copies, operands, ("q", "k", "v"))
             copies = _C.forward(*operands, o, lse, max_logit, *settings)
     return o, lse, max_logit
+
+
+# ---- inputs that no kernel takes as they are: copies padded with zeros, a scale made positive
+
+
+def _padded(x: Tensor) -> Tensor:
+    missing = -x.shape[-1] % 8
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _unpadded(x: Tensor, head_dim: int) -> Tensor:
+    return x if x.shape[-1] == head_dim else x[..., :head_dim].contiguous()
+
+
+def _changed_scale(changes: int, q: Tensor, settings) -> tuple[float | None, tuple]:
+    """What q is to be multiplied with, or None, and the settings that go with it."""
+    scale = q.shape[-1] ** -0.5 if settings[6] is None else settings[6]
+    factor = None
+    if changes & FOLD_SCALE:
+        factor, scale = (-1.0, -scale) if scale < 0 else (0.0, 1.0)
+    log.debug("pads head dims: %s, folds scale: %s", bool(changes & PAD_HEAD_DIMS), factor)
+    return factor, (*settings[:6], scale, *settings[7:])
+
+
+def _run_changed_forward(changes, operands, settings, wants_lse: bool, extras):
+    q, k, v = operands
+    factor, settings = _changed_scale(changes, q, settings)
+    if factor is not None:
+        q = q * factor
+    padded = (_padded(q), _padded(k), _padded(v))
+    o, lse, max_logit = _run_forward(*padded, settings, False, wants_lse, extras)
+    return _unpadded(o, v.shape[-1]), lse, max_logit
+
+
+def _run_changed_backward(changes, operands, settings, deterministic: bool):
+    q, k, v, grad_o, o, lse, grad_lse = operands
+    factor, settings = _changed_scale(changes, q, settings)
+    changed_q = q if factor is None else q * factor
+    padded = (_padded(changed_q), _padded(k), _padded(v), _padded(o))
+    grads = _run_backward(_padded(grad_o), grad_lse, *padded, lse, settings, deterministic)
+    grad_q, grad_k, grad_v = (
+        _unpadded(x, like.shape[-1]) for x, like in zip(grads, (q, k, v), strict=True)
+    )
+    return grad_q if factor is None else grad_q * factor, grad_k, grad_v
 
 
 def _new_gradient(x: Tensor) -> Tensor:
@@ -156,6 +204,8 @@ def _run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic: bo
         names = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
         operands = [q, k, v, grad_o, o, lse, grad_lse]
         while copies:
+            if copies >= PAD_HEAD_DIMS:
+                return _run_changed_backward(copies, operands, settings, deterministic)
             _copy(copies, operands, names)
             q, k, v, grad_o, o, lse, grad_lse = operands
             copies = _C.backward(
@@ -270,7 +320,7 @@ class _Attention(torch.autograd.Function):
             grad_o = torch.zeros_like(o)
         o, grad_o = _like_query(q, o), _like_query(q, grad_o)
         # create_graph=True must meet the operator, whose own derivative raises.
-        if direct and not torch.is_grad_enabled() and _takes_short_cut(grad_o):
+        if direct and not torch.is_grad_enabled() and _takes_short_cut((grad_o,)):
             run, flat = _run_backward, (settings, deterministic)
         else:
             run, flat = backward_op, (*settings, deterministic)
@@ -520,6 +570,7 @@ _function_modes = torch._C._len_torch_function_stack
 _autocasting = torch._C._is_any_autocast_enabled
 _profiling = torch.autograd._profiler_enabled
 _tracing = torch._C._get_tracing_state
+_grad_enabled = torch.is_grad_enabled
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOGRAD_KEYS = {
     False: torch._C.DispatchKey.AutogradCPU,
@@ -529,7 +580,7 @@ _AUTOGRAD_KEYS = {
 _apply_directly = super(torch.autograd.Function, _Attention).apply
 
 
-def _takes_short_cut(*tensors: Tensor) -> bool:
+def _takes_short_cut(tensors: tuple[Tensor, ...]) -> bool:
     """Ordinary dense tensors, and no mode, transform, tracer, autocast or profiler at work."""
     if _is_compiling() or _in_transform():
         return False
@@ -548,8 +599,9 @@ def _takes_short_cut(*tensors: Tensor) -> bool:
 
 def _records(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether autograd wants to know; not inside another operator's kernel, below autograd."""
-    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return wanted and not _is_excluded(_AUTOGRAD_KEYS[q.is_cuda])
+    if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return not _is_excluded(_AUTOGRAD_KEYS[q.is_cuda])
+    return False
 
 
 def _check_operand(name: str, x: object, q: Tensor) -> None:
@@ -583,11 +635,14 @@ def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
     operands = (q, k, v)
     if settings[0] is not None:
         operands += tuple(x for x in settings[:_LENGTHS_COUNT] if x is not None)
-    if _takes_short_cut(*operands):
+    if _takes_short_cut(operands):
         if _records(q, k, v):
             call = (settings, deterministic, checked, True, return_lse, extras)
             return _apply_directly(q, k, v, call)
-        return _chosen(*_run_forward(q, k, v, settings, checked, return_lse, extras), return_lse)
+        if return_lse or extras is not None:
+            answer = _run_forward(q, k, v, settings, checked, return_lse, extras)
+            return _chosen(*answer, return_lse)
+        return _run_forward(q, k, v, settings, checked, False)[0]
     if not _is_compiling():
         prepare(q, k, v, settings[:_LENGTHS_COUNT])
     if not _is_compiling() and _in_transform():

@@ -13,6 +13,7 @@ import torch
 from pantile import reference
 from pantile._masks import window_bounds
 
+GPU_DTYPE = torch.bfloat16  # where one will do
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
