@@ -120,7 +120,7 @@ def _require_torch(engine: Any) -> None:
 # Of calls without a window, a scale or options: by backend settings and `causal`.
 _COMMON_SETTINGS = {
     (backend, causal): (None, None, None, None, 0, 0, None, -1, 0 if causal else -1, backend)
-    for backend in DEFAULT_OPTIONS.backend_settings.values()
+    for backend in DEFAULT_OPTIONS.backend_settings
     for causal in (False, True)
 }
 
