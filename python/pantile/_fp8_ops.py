@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.utils import flop_counter
 
-from pantile import _C, _ops
+from pantile import _C, _direct, _ops
 from pantile._masks import visible_pairs
 from pantile._quantized import Quantized
 
@@ -87,7 +87,7 @@ def _check_ranks(q, k, v, cu_seqlens_q) -> None:
 
 
 def _follow_threads() -> None:
-    if not _ops._THREADS_FOLLOW:
+    if not _direct.THREADS_FOLLOW:
         _C.set_cpu_threads(torch.get_num_threads())
 
 
@@ -101,7 +101,7 @@ def _quantize_kernel(q, k, v, descale_q, descale_k, descale_v, *rest):
     while copies := _C.quantize(
         *inputs, descale_q, descale_k, descale_v, operands, *lengths, *longest, *format_
     ):
-        _ops._copy(copies, inputs, ("q", "k", "v"))
+        _direct.copy_operands(copies, inputs, ("q", "k", "v"))
     return operands
 
 

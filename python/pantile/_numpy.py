@@ -55,7 +55,7 @@ def prepare(q, k, v, lengths: tuple) -> list[np.ndarray]:
 
 
 def final_settings(q, settings: tuple) -> tuple:
-    """Same as pantile._ops.final_settings: nothing is left open for host arrays."""
+    """Same as pantile._direct.final_settings: nothing is left open for host arrays."""
     return settings
 
 

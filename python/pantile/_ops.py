@@ -11,10 +11,16 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import flop_counter
 
-from pantile import _C, _runtime
-from pantile._explain import FOLD_SCALE, PAD_HEAD_DIMS
+from pantile import _C
+from pantile._direct import (
+    LENGTHS_COUNT,
+    batch_of,
+    lse_shape,
+    run_backward,
+    run_forward,
+)
+from pantile._direct import final_settings as final_settings  # for explain
 from pantile._masks import visible_pairs
-from pantile._options import log
 
 Tensor = torch.Tensor
 
@@ -25,9 +31,7 @@ _SETTINGS = (
     "SymInt window_right, str backend"
 )
 _SETTINGS_COUNT = 10
-_BACKEND = 9  # "name", or "name:precision of float32"
-_LENGTHS_COUNT = 4  # the first settings are tensors
-_NO_LENGTHS = (None,) * _LENGTHS_COUNT
+_NO_LENGTHS = (None,) * LENGTHS_COUNT
 
 _TENSOR_NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
@@ -53,175 +57,18 @@ extra_op = torch.ops.pantile.forward_extra.default
 backward_op = torch.ops.pantile.backward.default
 _PLAIN_ARGUMENTS = 3 + _SETTINGS_COUNT + 2  # of forward
 
-_THREADS_FOLLOW = _runtime.install()
 
-
-# ---- kernels: allocate, call the bindings, copy what they cannot take
-
-
-def _copy(answer: int, operands: list[Tensor | None], names: tuple[str, ...]) -> None:
-    """Replaces the operands whose bit is set by contiguous copies."""
-    for bit, name in enumerate(names):
-        if answer >> bit & 1:
-            tensor = operands[bit]
-            log.debug("copies %s, strides %s", name, tuple(tensor.stride()))
-            operands[bit] = tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _reject(q, k, v, settings) -> None:
-    """Raises what is wrong with operands from which no output shape can be made."""
-    _C.explain(q, k, v, *settings, False)
-    raise AssertionError("unreachable: the bindings accepted operands of a wrong rank")
-
-
-def _lse_shape(shape) -> tuple:
-    """Of q's [batch, seq, heads, dim]: [batch, heads, seq]; packed [total, ..]: [heads, total]."""
-    return (*shape[:-3], shape[-2], shape[-3])
-
-
-def _batch(q: Tensor, settings) -> int:
-    return q.shape[0] if settings[0] is None else max(settings[0].shape[0] - 1, 0)
-
-
-def _new_outputs(q: Tensor, v: Tensor, wants_lse: bool, output_f32: bool):
-    shape = q.shape
-    head_dim_v = v.shape[-1]
-    if output_f32:
-        o = q.new_empty((*shape[:-1], head_dim_v), dtype=torch.float32)
-    elif shape[-1] == head_dim_v and q.is_contiguous():
-        o = torch.empty_like(q)
-    else:
-        o = q.new_empty((*shape[:-1], head_dim_v))
-    lse = None
-    if wants_lse:
-        lse = q.new_empty(_lse_shape(shape), dtype=torch.float32)
-    return o, lse
-
-
-def _check_lengths(q, k, settings) -> None:
-    """The contents of cu_seqlens and seqused; waits for the GPU if they are there."""
-    lengths = [None if x is None else x.cpu() for x in settings[:_LENGTHS_COUNT]]
-    _C.check_sequences(*lengths, settings[4], settings[5], q.shape[0], k.shape[0])
-
-
-def final_settings(q: Tensor, settings: tuple) -> tuple:
-    """With torch's float32 precision behind the backend, if it matters and none is asked for."""
-    if q.dtype is torch.float32 and q.is_cuda and ":" not in settings[_BACKEND]:
-        highest = torch.get_float32_matmul_precision() == "highest"
-        backend = f"{settings[_BACKEND]}:{'highest' if highest else 'tf32'}"
-        return (*settings[:_BACKEND], backend, *settings[_BACKEND + 1 :])
-    return settings
-
-
-def _run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None):
-    """(o, lse, max_logit), the last two None when not wanted; ``extras``: (max_logit, f32)."""
-    settings = final_settings(q, settings)
-    if not _THREADS_FOLLOW:
-        _C.set_cpu_threads(torch.get_num_threads())
-    packed = settings[0] is not None
-    rank = 3 if packed else 4
-    if q.ndim != rank or v.ndim != rank:
-        _reject(q, k, v, settings)
-    if checked and packed:
-        _check_lengths(q, k, settings)
-    max_logit = None
-    if extras is None:
-        o, lse = _new_outputs(q, v, wants_lse, False)
-    else:
-        o, lse = _new_outputs(q, v, wants_lse, extras[1])
-        if extras[0]:  # kernels raise it
-            shape = (_batch(q, settings), q.shape[-2])
-            max_logit = q.new_full(shape, -torch.inf, dtype=torch.float32)
-    copies = _C.forward(q, k, v, o, lse, max_logit, *settings)
-    if copies:
-        operands = [q, k, v]
-        while copies:
-            if copies >= PAD_HEAD_DIMS:
-                return _run_changed_forward(copies, operands, settings, wants_lse, extras)
-            _copy(copies, operands, ("q", "k", "v"))
-            copies = _C.forward(*operands, o, lse, max_logit, *settings)
-    return o, lse, max_logit
-
-
-# ---- inputs that no kernel takes as they are: copies padded with zeros, a scale made positive
-
-
-def _padded(x: Tensor) -> Tensor:
-    missing = -x.shape[-1] % 8
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x
-
-
-def _unpadded(x: Tensor, head_dim: int) -> Tensor:
-    return x if x.shape[-1] == head_dim else x[..., :head_dim].contiguous()
-
-
-def _changed_scale(changes: int, q: Tensor, settings) -> tuple[float | None, tuple]:
-    """What q is to be multiplied with, or None, and the settings that go with it."""
-    scale = q.shape[-1] ** -0.5 if settings[6] is None else settings[6]
-    factor = None
-    if changes & FOLD_SCALE:
-        factor, scale = (-1.0, -scale) if scale < 0 else (0.0, 1.0)
-    log.debug("pads head dims: %s, folds scale: %s", bool(changes & PAD_HEAD_DIMS), factor)
-    return factor, (*settings[:6], scale, *settings[7:])
-
-
-def _run_changed_forward(changes, operands, settings, wants_lse: bool, extras):
-    q, k, v = operands
-    factor, settings = _changed_scale(changes, q, settings)
-    if factor is not None:
-        q = q * factor
-    padded = (_padded(q), _padded(k), _padded(v))
-    o, lse, max_logit = _run_forward(*padded, settings, False, wants_lse, extras)
-    return _unpadded(o, v.shape[-1]), lse, max_logit
-
-
-def _run_changed_backward(changes, operands, settings, deterministic: bool):
-    q, k, v, grad_o, o, lse, grad_lse = operands
-    factor, settings = _changed_scale(changes, q, settings)
-    changed_q = q if factor is None else q * factor
-    padded = (_padded(changed_q), _padded(k), _padded(v), _padded(o))
-    grads = _run_backward(_padded(grad_o), grad_lse, *padded, lse, settings, deterministic)
-    grad_q, grad_k, grad_v = (
-        _unpadded(x, like.shape[-1]) for x, like in zip(grads, (q, k, v), strict=True)
-    )
-    return grad_q if factor is None else grad_q * factor, grad_k, grad_v
-
-
-def _new_gradient(x: Tensor) -> Tensor:
-    if x.is_contiguous():
-        return torch.empty_like(x)  # a little faster than with a memory format
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic: bool):
-    settings = final_settings(q, settings)
-    if not _THREADS_FOLLOW:
-        _C.set_cpu_threads(torch.get_num_threads())
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    grads = (_new_gradient(q), _new_gradient(k), _new_gradient(v))
-    copies = _C.backward(grad_o, grad_lse, q, k, v, o, lse, *grads, *settings, deterministic)
-    if copies:
-        names = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
-        operands = [q, k, v, grad_o, o, lse, grad_lse]
-        while copies:
-            if copies >= PAD_HEAD_DIMS:
-                return _run_changed_backward(copies, operands, settings, deterministic)
-            _copy(copies, operands, names)
-            q, k, v, grad_o, o, lse, grad_lse = operands
-            copies = _C.backward(
-                grad_o, grad_lse, q, k, v, o, lse, *grads, *settings, deterministic
-            )
-    return grads
+# ---- kernels
 
 
 def _forward_kernel(q, k, v, *rest):
     settings, (_, checked) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-    return _run_forward(q, k, v, settings, checked, True)[:2]
+    return run_forward(q, k, v, settings, checked, True)[:2]
 
 
 def _extra_kernel(q, k, v, *rest):
     settings, (_, checked, *extras) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-    o, lse, max_logit = _run_forward(q, k, v, settings, checked, True, extras)
+    o, lse, max_logit = run_forward(q, k, v, settings, checked, True, extras)
     if max_logit is None:
         max_logit = q.new_empty((0, q.shape[-2]), dtype=torch.float32)
     return o, lse, max_logit
@@ -229,7 +76,7 @@ def _extra_kernel(q, k, v, *rest):
 
 def _backward_kernel(grad_o, grad_lse, q, k, v, o, lse, *rest):
     settings, (deterministic,) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-    return _run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic)
+    return run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic)
 
 
 for _key in ("CPU", "CUDA"):
@@ -247,7 +94,7 @@ def _fake_forward(q, k, v, *rest):
     if q.ndim != rank or v.ndim != rank:
         raise ValueError(f"q has {q.ndim} and v {v.ndim} dimensions; both must have {rank}")
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return o, q.new_empty(_lse_shape(q.shape), dtype=torch.float32)
+    return o, q.new_empty(lse_shape(q.shape), dtype=torch.float32)
 
 
 @torch.library.register_fake("pantile::forward_extra", lib=_library)
@@ -256,7 +103,7 @@ def _fake_extra(q, k, v, *rest):
     wants_max_logit, output_f32 = rest[-2:]
     if output_f32:
         o = o.to(torch.float32)
-    rows = _batch(q, rest) if wants_max_logit else 0
+    rows = batch_of(q, rest) if wants_max_logit else 0
     return o, lse, q.new_empty((rows, q.shape[-2]), dtype=torch.float32)
 
 
@@ -294,15 +141,15 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, call):
         settings, deterministic, checked, direct, wants_lse, extras = call
         if direct:
-            o, lse, max_logit = _run_forward(q, k, v, settings, checked, True, extras)
+            o, lse, max_logit = run_forward(q, k, v, settings, checked, True, extras)
         else:
             with _below_autograd():
                 o, lse, max_logit = _dispatch(q, k, v, settings, deterministic, checked, extras)
         if settings[0] is None:
             ctx.save_for_backward(q, k, v, o, lse)
         else:
-            ctx.save_for_backward(q, k, v, o, lse, *settings[:_LENGTHS_COUNT])
-        ctx.call = (settings[_LENGTHS_COUNT:], deterministic, direct)
+            ctx.save_for_backward(q, k, v, o, lse, *settings[:LENGTHS_COUNT])
+        ctx.call = (settings[LENGTHS_COUNT:], deterministic, direct)
         ctx.set_materialize_grads(False)
         if max_logit is not None:
             ctx.mark_non_differentiable(max_logit)
@@ -321,7 +168,7 @@ class _Attention(torch.autograd.Function):
         o, grad_o = _like_query(q, o), _like_query(q, grad_o)
         # create_graph=True must meet the operator, whose own derivative raises.
         if direct and not torch.is_grad_enabled() and _takes_short_cut((grad_o,)):
-            run, flat = _run_backward, (settings, deterministic)
+            run, flat = run_backward, (settings, deterministic)
         else:
             run, flat = backward_op, (*settings, deterministic)
         return (*run(grad_o, grad_lse, q, k, v, o, lse, *flat), None)
@@ -495,8 +342,8 @@ class _TransformedAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, *rest = inputs
-        ctx.save_for_backward(q, k, v, *output[:2], *rest[:_LENGTHS_COUNT])
-        ctx.settings = rest[_LENGTHS_COUNT : _SETTINGS_COUNT + 1]  # to `deterministic`
+        ctx.save_for_backward(q, k, v, *output[:2], *rest[:LENGTHS_COUNT])
+        ctx.settings = rest[LENGTHS_COUNT : _SETTINGS_COUNT + 1]  # to `deterministic`
         ctx.inputs = len(inputs)
         ctx.mark_non_differentiable(*output[2:])
 
@@ -634,17 +481,17 @@ def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
     """o, or a tuple of o and what else is wanted, by the shortest way that torch's state allows."""
     operands = (q, k, v)
     if settings[0] is not None:
-        operands += tuple(x for x in settings[:_LENGTHS_COUNT] if x is not None)
+        operands += tuple(x for x in settings[:LENGTHS_COUNT] if x is not None)
     if _takes_short_cut(operands):
         if _records(q, k, v):
             call = (settings, deterministic, checked, True, return_lse, extras)
             return _apply_directly(q, k, v, call)
         if return_lse or extras is not None:
-            answer = _run_forward(q, k, v, settings, checked, return_lse, extras)
+            answer = run_forward(q, k, v, settings, checked, return_lse, extras)
             return _chosen(*answer, return_lse)
-        return _run_forward(q, k, v, settings, checked, False)[0]
+        return run_forward(q, k, v, settings, checked, False)[0]
     if not _is_compiling():
-        prepare(q, k, v, settings[:_LENGTHS_COUNT])
+        prepare(q, k, v, settings[:LENGTHS_COUNT])
     if not _is_compiling() and _in_transform():
         o, lse, *rest = _TransformedAttention.apply(
             q, k, v, *settings, deterministic, checked, *(extras or ())

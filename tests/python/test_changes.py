@@ -5,7 +5,7 @@ from __future__ import annotations
 import pantile
 import pytest
 import torch
-from pantile import _C, _ops
+from pantile import _C, _direct
 from support import GPU_DTYPE, Target, check_both, dense, gradients, packed, require_kernel
 
 SCALES = [0.0, -0.3]
@@ -23,7 +23,7 @@ class Picky:
     def _demand(self, q, v, scale) -> int:
         odd = q.shape[-1] % 8 or v.shape[-1] % 8
         folds = scale is not None and scale <= 0
-        return (_ops.PAD_HEAD_DIMS if odd else 0) | (_ops.FOLD_SCALE if folds else 0)
+        return (_direct.PAD_HEAD_DIMS if odd else 0) | (_direct.FOLD_SCALE if folds else 0)
 
     def forward(self, q, k, v, *rest):
         bits = self._demand(q, v, rest[9])
@@ -39,7 +39,7 @@ class Picky:
 @pytest.fixture
 def picky(monkeypatch) -> Picky:
     bindings = Picky()
-    monkeypatch.setattr(_ops, "_C", bindings)
+    monkeypatch.setattr(_direct, "_C", bindings)
     return bindings
 
 
@@ -62,7 +62,7 @@ def test_changed_copies_give_the_same(picky, name, case):
     changed = gradients(case.ours, case.operands, torch.ones(case.q.shape[:-1] + case.v.shape[-1:]))
     assert picky.runs == 2, name
     with pytest.MonkeyPatch.context() as undo:
-        undo.setattr(_ops, "_C", _C)
+        undo.setattr(_direct, "_C", _C)
         plain = gradients(case.ours, case.operands, torch.ones_like(changed[0]))
     for first, second in zip(changed, plain, strict=True):
         assert first.is_contiguous()
@@ -74,7 +74,7 @@ def test_extras_of_changed_copies(picky):
     options = pantile.Options(output_dtype="float32")
     found = case.ours(*case.operands, return_max_logit=True, options=options)
     with pytest.MonkeyPatch.context() as undo:
-        undo.setattr(_ops, "_C", _C)
+        undo.setattr(_direct, "_C", _C)
         plain = case.ours(*case.operands, return_max_logit=True, options=options)
     for first, second in zip(found, plain, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,173 @@
+"""Calls of the bindings with torch tensors: allocate, call, copy what the bindings cannot take."""
+
+from __future__ import annotations
+
+import torch
+
+from pantile import _C, _runtime
+from pantile._explain import FOLD_SCALE, PAD_HEAD_DIMS
+from pantile._options import log
+
+Tensor = torch.Tensor
+
+# Of the settings that the operators take (_ops._SETTINGS). The first ones are tensors; the backend
+# is "name" or "name:..." (Options.backend_settings).
+LENGTHS_COUNT = 4
+SCALE_SETTING, BACKEND_SETTING = 6, 9
+
+THREADS_FOLLOW = _runtime.install()
+
+
+def copy_operands(answer: int, operands: list[Tensor | None], names: tuple[str, ...]) -> None:
+    """Replaces the operands whose bit is set by contiguous copies."""
+    for bit, name in enumerate(names):
+        if answer >> bit & 1:
+            tensor = operands[bit]
+            log.debug("copies %s, strides %s", name, tuple(tensor.stride()))
+            operands[bit] = tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _reject(q, k, v, settings) -> None:
+    """Raises what is wrong with operands from which no output shape can be made."""
+    _C.explain(q, k, v, *settings, False)
+    raise AssertionError("unreachable: the bindings accepted operands of a wrong rank")
+
+
+def lse_shape(shape) -> tuple:
+    """Of q's [batch, seq, heads, dim]: [batch, heads, seq]; packed [total, ..]: [heads, total]."""
+    return (*shape[:-3], shape[-2], shape[-3])
+
+
+def batch_of(q: Tensor, settings) -> int:
+    return q.shape[0] if settings[0] is None else max(settings[0].shape[0] - 1, 0)
+
+
+def _new_outputs(q: Tensor, v: Tensor, wants_lse: bool, output_f32: bool):
+    shape = q.shape
+    head_dim_v = v.shape[-1]
+    if output_f32:
+        o = q.new_empty((*shape[:-1], head_dim_v), dtype=torch.float32)
+    elif shape[-1] == head_dim_v and q.is_contiguous():
+        o = torch.empty_like(q)
+    else:
+        o = q.new_empty((*shape[:-1], head_dim_v))
+    lse = None
+    if wants_lse:
+        lse = q.new_empty(lse_shape(shape), dtype=torch.float32)
+    return o, lse
+
+
+def _check_lengths(q, k, settings) -> None:
+    """The contents of cu_seqlens and seqused; waits for the GPU if they are there."""
+    lengths = [None if x is None else x.cpu() for x in settings[:LENGTHS_COUNT]]
+    _C.check_sequences(*lengths, settings[4], settings[5], q.shape[0], k.shape[0])
+
+
+def final_settings(q: Tensor, settings: tuple) -> tuple:
+    """With torch's float32 precision behind the backend, if it matters and none is asked for."""
+    if q.dtype is torch.float32 and q.is_cuda and ":" not in settings[BACKEND_SETTING]:
+        highest = torch.get_float32_matmul_precision() == "highest"
+        backend = f"{settings[BACKEND_SETTING]}:{'highest' if highest else 'tf32'}"
+        return (*settings[:BACKEND_SETTING], backend, *settings[BACKEND_SETTING + 1 :])
+    return settings
+
+
+def run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None):
+    """(o, lse, max_logit), the last two None when not wanted; ``extras``: (max_logit, f32)."""
+    settings = final_settings(q, settings)
+    if not THREADS_FOLLOW:
+        _C.set_cpu_threads(torch.get_num_threads())
+    packed = settings[0] is not None
+    rank = 3 if packed else 4
+    if q.ndim != rank or v.ndim != rank:
+        _reject(q, k, v, settings)
+    if checked and packed:
+        _check_lengths(q, k, settings)
+    max_logit = None
+    if extras is None:
+        o, lse = _new_outputs(q, v, wants_lse, False)
+    else:
+        o, lse = _new_outputs(q, v, wants_lse, extras[1])
+        if extras[0]:  # kernels raise it
+            shape = (batch_of(q, settings), q.shape[-2])
+            max_logit = q.new_full(shape, -torch.inf, dtype=torch.float32)
+    copies = _C.forward(q, k, v, o, lse, max_logit, *settings)
+    if copies:
+        operands = [q, k, v]
+        while copies:
+            if copies >= PAD_HEAD_DIMS:
+                return _run_changed_forward(copies, operands, settings, wants_lse, extras)
+            copy_operands(copies, operands, ("q", "k", "v"))
+            copies = _C.forward(*operands, o, lse, max_logit, *settings)
+    return o, lse, max_logit
+
+
+# ---- inputs that no kernel takes as they are: copies padded with zeros, a scale made positive
+
+
+def _padded(x: Tensor) -> Tensor:
+    missing = -x.shape[-1] % 8
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _unpadded(x: Tensor, head_dim: int) -> Tensor:
+    return x if x.shape[-1] == head_dim else x[..., :head_dim].contiguous()
+
+
+def _changed_scale(changes: int, q: Tensor, settings) -> tuple[float | None, tuple]:
+    """What q is to be multiplied with, or None, and the settings that go with it."""
+    scale = q.shape[-1] ** -0.5 if settings[SCALE_SETTING] is None else settings[SCALE_SETTING]
+    factor = None
+    if changes & FOLD_SCALE:
+        factor, scale = (-1.0, -scale) if scale < 0 else (0.0, 1.0)
+    log.debug("pads head dims: %s, folds scale: %s", bool(changes & PAD_HEAD_DIMS), factor)
+    return factor, (*settings[:SCALE_SETTING], scale, *settings[SCALE_SETTING + 1 :])
+
+
+def _run_changed_forward(changes, operands, settings, wants_lse: bool, extras):
+    q, k, v = operands
+    factor, settings = _changed_scale(changes, q, settings)
+    if factor is not None:
+        q = q * factor
+    padded = (_padded(q), _padded(k), _padded(v))
+    o, lse, max_logit = run_forward(*padded, settings, False, wants_lse, extras)
+    return _unpadded(o, v.shape[-1]), lse, max_logit
+
+
+def _run_changed_backward(changes, operands, settings, deterministic: bool):
+    q, k, v, grad_o, o, lse, grad_lse = operands
+    factor, settings = _changed_scale(changes, q, settings)
+    changed_q = q if factor is None else q * factor
+    padded = (_padded(changed_q), _padded(k), _padded(v), _padded(o))
+    grads = run_backward(_padded(grad_o), grad_lse, *padded, lse, settings, deterministic)
+    grad_q, grad_k, grad_v = (
+        _unpadded(x, like.shape[-1]) for x, like in zip(grads, (q, k, v), strict=True)
+    )
+    return grad_q if factor is None else grad_q * factor, grad_k, grad_v
+
+
+def _new_gradient(x: Tensor) -> Tensor:
+    if x.is_contiguous():
+        return torch.empty_like(x)  # a little faster than with a memory format
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic: bool):
+    settings = final_settings(q, settings)
+    if not THREADS_FOLLOW:
+        _C.set_cpu_threads(torch.get_num_threads())
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    grads = (_new_gradient(q), _new_gradient(k), _new_gradient(v))
+    copies = _C.backward(grad_o, grad_lse, q, k, v, o, lse, *grads, *settings, deterministic)
+    if copies:
+        names = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
+        operands = [q, k, v, grad_o, o, lse, grad_lse]
+        while copies:
+            if copies >= PAD_HEAD_DIMS:
+                return _run_changed_backward(copies, operands, settings, deterministic)
+            copy_operands(copies, operands, names)
+            q, k, v, grad_o, o, lse, grad_lse = operands
+            copies = _C.backward(
+                grad_o, grad_lse, q, k, v, o, lse, *grads, *settings, deterministic
+            )
+    return grads
