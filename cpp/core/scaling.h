@@ -115,8 +115,8 @@ struct BlockScale {
 // The smallest power of two with amax / scale <= limit, kept between 2^-60 and the largest for
 // which limit * scale is finite; 1 for a block of zeros. `limit` is the largest code to be used,
 // between 2 and 448: 448, or less where sums of products must fit an fp16 accumulator (16 for head
-// dims to 128, 15 above). Only with a limit that is a power of two can a finite amax be out of
-// reach: with 16, values beyond 1.7e38 saturate.
+// dims to 128, 15 above). A finite amax may be out of reach: values beyond 3.0e38 saturate
+// with 448, and beyond 1.7e38 with 16.
 PANTILE_HD constexpr BlockScale block_scale(float amax, float limit) {
   if (!(amax > 0.0f)) {
     return BlockScale{1.0f, 1.0f};

@@ -70,6 +70,12 @@ constexpr QuantizeRow cpu_quantize(const char* name, DType dtype) {
           cpu::configure_quantize, cpu::run_quantize};
 }
 
+// The same: every bit of the operands is specified, so that there is nothing to be more exact in.
+constexpr QuantizeRow reference_quantize(const char* name, DType dtype) {
+  return {fp8_info(name, Backend::reference, Pass::quantize, dtype), cpu::accept_quantize,
+          cpu::configure_quantize, cpu::run_quantize};
+}
+
 constexpr BackwardRow cpu_backward(const char* name, DType dtype) {
   return {cpu_info(name, Backend::cpu, Pass::backward, dtype), cpu::accept_backward,
           cpu::configure_backward, cpu::run_backward};
@@ -126,6 +132,10 @@ constexpr QuantizeRow kQuantizeRows[] = {
     cpu_quantize("cpu_quantize_f16", DType::f16),
     cpu_quantize("cpu_quantize_bf16", DType::bf16),
     cpu_quantize("cpu_quantize_e4m3", DType::e4m3),
+    reference_quantize("reference_quantize_f32", DType::f32),
+    reference_quantize("reference_quantize_f16", DType::f16),
+    reference_quantize("reference_quantize_bf16", DType::bf16),
+    reference_quantize("reference_quantize_e4m3", DType::e4m3),
 };
 
 constexpr int kForwardCount = static_cast<int>(sizeof kForwardRows / sizeof kForwardRows[0]);

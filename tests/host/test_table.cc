@@ -117,14 +117,16 @@ void expect_run_exactly_when_compiled(host::RowList<Row> list) {
 }
 
 TEST(KernelTable, CpuQuantisesEveryDtype) {
-  std::set<DType> dtypes;
-  for (const KernelInfo& row : table()) {
-    if (row.pass == Pass::quantize && row.backend == Backend::cpu) {
-      EXPECT_TRUE(row.compiled) << row.name;
-      dtypes.insert(row.dtype);
+  for (const Backend backend : {Backend::cpu, Backend::reference}) {
+    std::set<DType> dtypes;
+    for (const KernelInfo& row : table()) {
+      if (row.pass == Pass::quantize && row.backend == backend) {
+        EXPECT_TRUE(row.compiled) << row.name;
+        dtypes.insert(row.dtype);
+      }
     }
+    EXPECT_EQ(dtypes, (std::set<DType>{DType::f32, DType::f16, DType::bf16, DType::e4m3}));
   }
-  EXPECT_EQ(dtypes, (std::set<DType>{DType::f32, DType::f16, DType::bf16, DType::e4m3}));
 }
 
 TEST(KernelTable, RowsRunExactlyWhenCompiled) {

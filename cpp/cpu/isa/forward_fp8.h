@@ -20,6 +20,7 @@ namespace {
 // c is 8 - max in log2 units, so that P goes up to 2^8, with room to 448 for maxima that grow.
 constexpr float kTopExponent = 8.0f;
 constexpr float kFirstShift = 7168.0f;  // c of a row without a key: 8 c is finite in fp16
+constexpr float kLastExponent = 8.75f;  // log2 of P at most, where scores leave fp16: below 448
 constexpr float kSlack = 0.5f;          // growth of a maximum that is let pass
 constexpr int kVotingRows = 16;         // rows whose c changes together: those of a GPU warp
 // Steps of the code map a log2 unit, and the code of 1 less what centres the map's error.
@@ -42,6 +43,11 @@ PANTILE_INLINE Floats round_to_f16(Floats x) {
   y = select(magnitude >= 0x477ff000u, from_bits(Words{} + 0x7f800000u), y);
   y = select(magnitude > 0x7f800000u, from_bits(magnitude), y);
   return from_bits(bits(y) | sign);
+}
+
+// The smaller of the two; NaN stays.
+PANTILE_INLINE Floats at_most(Floats x, float limit) {
+  return select(x > splat(limit), splat(limit), x);
 }
 
 // Nearest e4m3 number of 0 <= x <= 448, ties to even; NaN stays.
@@ -233,12 +239,13 @@ inline void weigh(const Fp8Keys& keys, int lane, const Fp8Scratch& scratch, Fp8B
     Floats by_code{};
     Floats by_exp2{};
     if (kExp != Fp8Exp::exp2) {
-      const Floats y = round_to_f16(s * steps + offset);
+      const Floats y =
+          at_most(round_to_f16(s * steps + offset), kCodeSteps * kLastExponent + 56.0f);
       const Floats whole = round_to_f16(select(y < Floats{}, Floats{}, y) + splat(1024.0f));
       by_code = number_of_code(whole - splat(1024.0f));
     }
     if (kExp != Fp8Exp::code) {
-      const Floats x = round_to_f16(s * factor + c);
+      const Floats x = at_most(round_to_f16(s * factor + c), kLastExponent);
       by_exp2 = round_to_e4m3(round_to_f16(exp(x * splat(kLn2))));
     }
     Floats p = kExp == Fp8Exp::code ? by_code : by_exp2;
