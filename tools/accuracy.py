@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import math
 import os
@@ -29,115 +28,20 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import pantile
 import torch
+from accuracy_cases import DTYPES, LAWS, Case, Tensors, draw, errors, exact
+from accuracy_fp8 import FP8_METHODS, fp8_pantile
 from pantile.bench import measure
-from pantile.bench.peers import FP8
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests/golden/accuracy.json"
 WORSE = 1.25
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
-LAWS = ("normal", "outlier", "shifted", "peaked")
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-FORWARD, BACKWARD = ("o", "lse"), ("dq", "dk", "dv")
-ROW_CHUNK = 1024  # rows of float64 scores that exist at a time
+BACKWARD = ("dq", "dk", "dv")
 MOST_TEXTBOOK = 8192  # longest sequence for implementations that store the scores
-
-
-@dataclass(frozen=True)
-class Case:
-    dtype: str
-    head_dim: int
-    mask: str  # full or causal
-    length: int
-    law: str
-    heads: int = 2
-    batch: int = 1
-
-    @property
-    def key(self) -> str:
-        return f"{self.dtype} d{self.head_dim} {self.mask} {self.length} {self.law}"
-
-    @property
-    def causal(self) -> bool:
-        return self.mask == "causal"
-
-
-Tensors = dict[str, torch.Tensor]
-
-
-# ---- inputs and the exact answer
-
-
-@functools.lru_cache(maxsize=1)  # cases that differ in type and mask follow each other
-def _drawn(shape: tuple[int, ...], law: str) -> Tensors:
-    generator = torch.Generator().manual_seed(20)
-    found = {}
-    for name in ("q", "k", "v", "grad_o"):
-        x = torch.randn(shape, generator=generator)
-        if law == "outlier" and name != "grad_o":
-            large = torch.randn(shape, generator=generator) * 10
-            x = x + large * (torch.rand(shape, generator=generator) < 1e-3)
-        if law == "shifted" and name == "v":
-            x = x + 1
-        if law == "peaked" and name == "q":
-            x = x * 8
-        found[name] = x
-    return found
-
-
-def draw(case: Case, device: str) -> Tensors:
-    """q, k, v, grad_o as float32 that are exact in the case's dtype, [batch, seq, heads, dim]."""
-    shape = (case.batch, case.length, case.heads, case.head_dim)
-    drawn = _drawn(shape, case.law)
-    return {name: x.to(device).to(DTYPES[case.dtype]).float() for name, x in drawn.items()}
-
-
-def exact(case: Case, inputs: Tensors, backward: bool) -> Tensors:
-    """The textbook in float64, a chunk of rows at a time: memory stays linear in the length."""
-    q, k, v, g = (inputs[n].double().transpose(1, 2) for n in ("q", "k", "v", "grad_o"))
-    scale = case.head_dim**-0.5
-    o, lse, dq = torch.empty_like(q), torch.empty_like(q[..., 0]), torch.empty_like(q)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    position = torch.arange(case.length, device=q.device)
-    for begin in range(0, case.length, ROW_CHUNK):
-        rows = slice(begin, min(begin + ROW_CHUNK, case.length))
-        seen = slice(0, rows.stop if case.causal else case.length)
-        keys, values = k[:, :, seen], v[:, :, seen]
-        p = q[:, :, rows] @ keys.transpose(-1, -2) * scale
-        if case.causal:
-            p.masked_fill_(position[seen][None, :] > position[rows][:, None], -math.inf)
-        lse[:, :, rows] = torch.logsumexp(p, -1)
-        p = p.sub_(lse[:, :, rows, None]).exp_()
-        o[:, :, rows] = p @ values
-        if backward:
-            dv[:, :, seen] += p.transpose(-1, -2) @ g[:, :, rows]
-            ds = g[:, :, rows] @ values.transpose(-1, -2)
-            ds.sub_((g[:, :, rows] * o[:, :, rows]).sum(-1, keepdim=True)).mul_(p)
-            dq[:, :, rows] = ds @ keys * scale
-            dk[:, :, seen] += ds.transpose(-1, -2) @ q[:, :, rows] * scale
-    answer = {"o": o.transpose(1, 2), "lse": lse}
-    if backward:
-        answer |= {n: x.transpose(1, 2) for n, x in (("dq", dq), ("dk", dk), ("dv", dv))}
-    return answer
-
-
-def errors(found: Tensors, truth: Tensors) -> dict[str, dict[str, float]]:
-    """RMSE, largest error, and RMSE over the root mean square of the exact result."""
-    result = {}
-    for name, value in found.items():
-        difference = value.double() - truth[name]
-        rmse = difference.square().mean().sqrt().item()
-        size = truth[name].square().mean().sqrt().item()
-        result[name] = {
-            "rmse": float(f"{rmse:.4g}"),
-            "max": float(f"{difference.abs().max().item():.4g}"),
-            "relative": float(f"{rmse / size:.4g}"),
-        }
-    return result
 
 
 # ---- implementations: each gives its results, or raises what it raises
@@ -224,115 +128,6 @@ def implementations(device: str) -> dict:
         "FA2 (torch)": sdpa(SDPBackend.FLASH_ATTENTION),
         "textbook": run_textbook,
     }
-
-
-# ---- FP8: the table of the FlashAttention-3 paper
-
-
-def scales_of(x: torch.Tensor, block: int | None) -> torch.Tensor:
-    """amax / 448, for each (batch, block of rows, head); one of all when `block` is None."""
-    if block is None:
-        return (x.abs().amax() / 448).expand(x.shape[0], 1, x.shape[2])
-    rows = -(-x.shape[1] // block)
-    padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows * block - x.shape[1]))
-    return padded.unflatten(1, (rows, block)).abs().amax((2, 4)) / 448
-
-
-def through_fp8(x: torch.Tensor, block: int | None) -> torch.Tensor:
-    """x rounded to e4m3 with the scales of :func:`scales_of`, back in its own dtype."""
-    scales = scales_of(x, block).clamp_min(1e-30)
-    rows = scales.repeat_interleave(block, 1)[:, : x.shape[1]] if block else scales
-    rows = rows.unsqueeze(-1)
-    return (x / rows).to(FP8).to(x.dtype) * rows
-
-
-def hadamard(dim: int, device) -> torch.Tensor:
-    """Orthogonal, with random signs: spreads an outlier over the whole head dim."""
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while h.shape[0] < dim:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    signs = torch.randint(0, 2, (dim, 1), generator=torch.Generator().manual_seed(7)) * 2 - 1
-    return (h * signs / dim**0.5).to(device)
-
-
-def emulated_fp8(case: Case, inputs: Tensors, block: int | None, rotate: bool) -> torch.Tensor:
-    """Exact arithmetic on inputs that went through e4m3: what the format alone costs."""
-    q, k, v = (inputs[n].double() for n in ("q", "k", "v"))
-    if rotate:
-        turn = hadamard(case.head_dim, q.device)
-        q, k = q @ turn, k @ turn
-    rounded = {n: through_fp8(x, block) for n, x in (("q", q), ("k", k), ("v", v))}
-    return exact(case, rounded | {"grad_o": inputs["grad_o"]}, False)["o"]
-
-
-def fp8_baseline(case: Case, inputs: Tensors) -> torch.Tensor:
-    """The textbook with one scale per tensor, also for P, as the paper's baseline."""
-    q, k, v = (through_fp8(inputs[n].float(), None).transpose(1, 2) for n in ("q", "k", "v"))
-    s = q @ k.transpose(-1, -2) * case.head_dim**-0.5
-    if case.causal:
-        s.masked_fill_(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
-    p = (torch.softmax(s, -1) * 448).to(FP8).float() / 448
-    return (p @ v).transpose(1, 2)
-
-
-def fp8_fa3(case: Case, inputs: Tensors) -> torch.Tensor:
-    """One scale per batch and head, the finest that FlashAttention-3 takes."""
-    from pantile.bench import peers
-
-    operands, scales = [], {}
-    for name in ("q", "k", "v"):
-        x = inputs[name]
-        scale = (x.abs().amax((1, 3)) / 448).contiguous()
-        operands.append((x / scale[:, None, :, None]).to(FP8))
-        scales[f"{name}_descale"] = scale
-    forward = peers.fa3_operators().fwd
-    settings = {"softmax_scale": case.head_dim**-0.5, "is_causal": case.causal}
-    return forward(*operands, **settings, **scales)[0]
-
-
-def fp8_cudnn(case: Case, inputs: Tensors) -> torch.Tensor:
-    """One scale per tensor, also for O, which comes back in e4m3."""
-    from pantile.bench import cases, cudnn_fp8
-    from pantile.bench.peers import Problem
-
-    operands, scales = [], {}
-    for name in ("q", "k", "v"):
-        scale = inputs[name].abs().amax() / 448
-        operands.append((inputs[name] / scale).to(FP8))
-        scales[f"descale_{name}"] = scale.reshape(1, 1, 1, 1)
-    largest = inputs["v"].abs().amax()
-    one = torch.ones(1, 1, 1, 1, device=largest.device)
-    scales |= {"scale_s": one * 448, "descale_s": one / 448}
-    scales["scale_o"] = (448 / largest).reshape(1, 1, 1, 1)
-    shape = (case.batch, case.heads, case.heads, case.head_dim, case.length, case.causal)
-    problem = Problem(
-        cases.Case(case.key, *shape), "forward", *operands, inputs["grad_o"].bfloat16(), None
-    )
-    return cudnn_fp8.forward(problem, scales).float() * (largest / 448)
-
-
-def fp8_pantile(
-    case: Case, inputs: Tensors, exp: str = "code", backend: str = "auto", **settings
-) -> torch.Tensor:
-    options = pantile.Options(backend=backend, fp8_exp=exp)
-    operands = pantile.quantize(
-        *(inputs[n].to(DTYPES[case.dtype]) for n in ("q", "k", "v")), options=options, **settings
-    )
-    return pantile.attention(operands, causal=case.causal, options=options)
-
-
-FP8_METHODS = {
-    "baseline, per-tensor scales": fp8_baseline,
-    "FA3, per-head scales": fp8_fa3,
-    "cuDNN, per-tensor scales": fp8_cudnn,
-    "pantile, block scales, Hadamard, K smoothing": fp8_pantile,
-    "pantile, the same with exact weights": lambda c, i: fp8_pantile(c, i, exp="exp2"),
-    "pantile without Hadamard": lambda c, i: fp8_pantile(c, i, hadamard=False),
-    "pantile without K smoothing": lambda c, i: fp8_pantile(c, i, smooth_k=False),
-    "exact arithmetic, per-tensor scales": lambda c, i: emulated_fp8(c, i, None, False),
-    "exact arithmetic, blocks of 128": lambda c, i: emulated_fp8(c, i, 128, False),
-    "exact arithmetic, blocks of 128 and Hadamard": lambda c, i: emulated_fp8(c, i, 128, True),
-}
 
 
 # ---- rows

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import accuracy
+import accuracy_cases
+import accuracy_fp8
 import pantile
 import pytest
 import torch
 from pantile import reference
 
-CASE = accuracy.Case("bf16", 16, "causal", 70, "outlier")
+CASE = accuracy_cases.Case("bf16", 16, "causal", 70, "outlier")
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_the_exact_answer_is_the_textbook_in_double(mask, monkeypatch):
-    monkeypatch.setattr(accuracy, "ROW_CHUNK", 32)  # several chunks, the last one ragged
-    case = accuracy.Case("f32", 16, mask, 70, "normal")
-    inputs = accuracy.draw(case, "cpu")
-    found = accuracy.exact(case, inputs, backward=True)
+    monkeypatch.setattr(accuracy_cases, "ROW_CHUNK", 32)  # several chunks, the last one ragged
+    case = accuracy_cases.Case("f32", 16, mask, 70, "normal")
+    inputs = accuracy_cases.draw(case, "cpu")
+    found = accuracy_cases.exact(case, inputs, backward=True)
     leaves = [inputs[n].double().requires_grad_() for n in ("q", "k", "v")]
     o, lse = reference.attention(*leaves, causal=case.causal)
     gradients = torch.autograd.grad(o, leaves, inputs["grad_o"].double())
@@ -25,18 +27,18 @@ def test_the_exact_answer_is_the_textbook_in_double(mask, monkeypatch):
 
 
 def test_inputs_are_exact_in_the_dtype_and_repeat():
-    inputs = accuracy.draw(CASE, "cpu")
+    inputs = accuracy_cases.draw(CASE, "cpu")
     for name, x in inputs.items():
         assert torch.equal(x, x.bfloat16().float())
-        assert torch.equal(x, accuracy.draw(CASE, "cpu")[name])
-    large = accuracy.draw(accuracy.Case("f32", 64, "full", 500, "outlier"), "cpu")
+        assert torch.equal(x, accuracy_cases.draw(CASE, "cpu")[name])
+    large = accuracy_cases.draw(accuracy_cases.Case("f32", 64, "full", 500, "outlier"), "cpu")
     assert (large["q"].abs() > 7).float().mean().item() == pytest.approx(5e-4, abs=3e-4)
     assert large["grad_o"].abs().max() < 7
 
 
 def test_error_figures():
     truth = {"o": torch.tensor([3.0, 4.0], dtype=torch.float64)}
-    found = accuracy.errors({"o": torch.tensor([3.0, 3.0])}, truth)["o"]
+    found = accuracy_cases.errors({"o": torch.tensor([3.0, 3.0])}, truth)["o"]
     assert found == {"rmse": 0.7071, "max": 1.0, "relative": 0.2}
 
 
@@ -50,17 +52,17 @@ def test_every_implementation_of_this_machine_is_close():
 
 
 def test_an_implementation_that_fails_is_named():
-    case = accuracy.Case("bf16", 16, "causal", 70, "normal")
+    case = accuracy_cases.Case("bf16", 16, "causal", 70, "normal")
     (row,) = accuracy.measure_case(case, "cpu", True, only={"textbook"})
     assert row["absent"] is None
-    rows = accuracy.measure_fp8(accuracy.Case("f32", 16, "full", 40, "outlier"), "cpu")
+    rows = accuracy.measure_fp8(accuracy_cases.Case("f32", 16, "full", 40, "outlier"), "cpu")
     absent = {row["implementation"]: row["absent"] for row in rows}
     assert absent["FA3, per-head scales"]
     assert absent["pantile, block scales, Hadamard, K smoothing"] is None
 
 
 def test_our_fp8_is_as_good_as_the_format_allows():
-    case = accuracy.Case("f32", 64, "full", 256, "outlier", heads=4)
+    case = accuracy_cases.Case("f32", 64, "full", 256, "outlier", heads=4)
     rows = {row["implementation"]: row["errors"] for row in accuracy.measure_fp8(case, "cpu")}
     rmse = {name: e["o"]["rmse"] for name, e in rows.items() if e}
     ours = rmse["pantile, block scales, Hadamard, K smoothing"]
@@ -74,25 +76,25 @@ def test_our_fp8_is_as_good_as_the_format_allows():
 
 def test_block_scales_fill_the_format():
     x = torch.randn(2, 300, 3, 8)
-    scales = accuracy.scales_of(x, 128)
+    scales = accuracy_fp8.scales_of(x, 128)
     assert scales.shape == (2, 3, 3)
     blocks = [x[:, 0:128], x[:, 128:256], x[:, 256:]]
     for i, block in enumerate(blocks):
         assert torch.equal(scales[:, i], block.abs().amax((1, 3)) / 448)
-    assert accuracy.scales_of(x, None).shape == (2, 1, 3)
-    error = (accuracy.through_fp8(x, 128) - x).abs() / x.abs().clamp_min(1e-2)
+    assert accuracy_fp8.scales_of(x, None).shape == (2, 1, 3)
+    error = (accuracy_fp8.through_fp8(x, 128) - x).abs() / x.abs().clamp_min(1e-2)
     assert error.max() < 2**-4 + 1e-6  # e4m3 keeps three bits after the leading one
 
 
 def test_rotation_helps_against_outliers():
-    case = accuracy.Case("f32", 64, "full", 256, "outlier", heads=4)
+    case = accuracy_cases.Case("f32", 64, "full", 256, "outlier", heads=4)
     rows = {row["implementation"]: row["errors"] for row in accuracy.measure_fp8(case, "cpu")}
     rmse = {name: e["o"]["rmse"] for name, e in rows.items() if e}
     ideal = "exact arithmetic, "
     assert rmse[f"{ideal}blocks of 128 and Hadamard"] < 0.8 * rmse[f"{ideal}blocks of 128"]
     # Rounding to e4m3 is relative, so that finer scales alone change little.
     assert rmse[f"{ideal}blocks of 128"] < 1.5 * rmse[f"{ideal}per-tensor scales"]
-    turn = accuracy.hadamard(64, "cpu")
+    turn = accuracy_fp8.hadamard(64, "cpu")
     assert torch.allclose(turn @ turn.T, torch.eye(64, dtype=torch.float64))
 
 
