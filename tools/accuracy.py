@@ -25,6 +25,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -303,6 +304,11 @@ def parse() -> argparse.Namespace:
     p.add_argument("--section", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--forward-only", action="store_true")
     p.add_argument("--only", choices=["all", "fp8", "rows"], default="all")
+    p.add_argument(
+        "--match",
+        default="",
+        help="only rows whose case, such as 'bf16 d128 causal', matches this regular expression",
+    )
     return p.parse_args()
 
 
@@ -328,7 +334,8 @@ def measured_rows(arguments: argparse.Namespace) -> Iterator[dict]:
             yield from measure_fp8(case, device)
     if arguments.only != "fp8":
         for case in cases_of(device):
-            yield from measure_case(case, device, not arguments.forward_only)
+            if re.search(arguments.match, case.key):
+                yield from measure_case(case, device, not arguments.forward_only)
 
 
 def report(rows: Iterator[dict], out: pathlib.Path | None, device: str) -> None:
