@@ -3,7 +3,8 @@
 
     python tools/build_facts.py               # CPU-only wheel, on two cores
     python tools/build_facts.py --cuda        # with every CUDA kernel; minutes
-    python tools/build_facts.py --call-only   # a GPU machine: only the time of a call, on its GPU
+    python tools/build_facts.py --wheel X.whl # size and kernels of a wheel that is there
+    python tools/build_facts.py --call        # the time of a call on the GPU, of what is installed
 
 Rewrites its own column of benchmarks/results/build_facts.json and keeps the others. Beside them
 stand the public figures of benchmarks/results/public_figures.json, with their source.
@@ -92,10 +93,16 @@ def build(cuda: bool, folder: pathlib.Path) -> dict[str, str]:
     watcher.join()
     (wheel,) = folder.glob("*.whl")
     return {
-        "wheel": f"{wheel.stat().st_size / 1e6:.1f} MB",
         "build": f"{time.perf_counter() - started:.0f} s on {CORES} cores",
         "processor time of the build": f"{processor_seconds() - before:.0f} s",
         "peak memory of the build": f"{max(seen) / 1e9:.1f} GB",
+        **wheel_facts(wheel),
+    }
+
+
+def wheel_facts(wheel: pathlib.Path) -> dict[str, str]:
+    return {
+        "wheel": f"{wheel.stat().st_size / 1e6:.1f} MB",
         "kernels in the wheel": str(kernel_count(wheel)),
     }
 
@@ -192,13 +199,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--cuda", action="store_true", help="build the CUDA kernels too")
-    p.add_argument("--call-only", action="store_true", help="only the call, of the installed one")
+    p.add_argument("--wheel", type=pathlib.Path, help="a wheel with CUDA kernels, built already")
+    p.add_argument("--call", action="store_true", help="time a call on this machine's GPU")
     p.add_argument("--out", type=pathlib.Path, default=FACTS)
     arguments = p.parse_args()
     measured: dict[str, str] = {}
-    if arguments.call_only:
-        column, measured = "with CUDA", call_seconds("cuda")
-    else:
+    column = "with CUDA"
+    if arguments.wheel is not None:
+        measured |= wheel_facts(arguments.wheel)
+    if arguments.call:
+        measured |= call_seconds("cuda")
+    if not measured:
         column = "with CUDA" if arguments.cuda else "CPU only"
         with tempfile.TemporaryDirectory() as folder:
             measured |= build(arguments.cuda, pathlib.Path(folder))
