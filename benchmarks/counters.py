@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -90,9 +89,6 @@ def collect(
     if done.returncode != 0:
         tail = (done.stdout + done.stderr).strip().splitlines()[-5:]
         raise CounterError(f"ncu ended with {done.returncode}: {' | '.join(tail)}")
-    log = os.environ.get("PANTILE_COUNTERS_LOG")
-    if log:
-        pathlib.Path(log).write_text(done.stdout)
     absent = absent_cases(done.stdout)
     return split(parse(done.stdout, metrics), [n for n in names if n not in absent]), absent
 
