@@ -69,11 +69,9 @@ def split(launches: list[dict], names: list[str]) -> dict[str, list[dict]]:
     return dict(zip(names, groups, strict=True))
 
 
-def collect(
-    names: list[str], metrics: list[str], cache_control: str = "none"
-) -> tuple[dict[str, list[dict]], dict[str, str]]:
+def collect(names: list[str], metrics: list[str]) -> tuple[dict[str, list[dict]], dict[str, str]]:
     """Runs this script's cases under ncu: the launches of each that ran, and the reason of each
-    that did not. `cache_control` is none, or all to flush the caches before a kernel."""
+    that did not. Clocks and caches are left as a program would find them."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise CounterError("ncu is not on the PATH")
@@ -81,7 +79,7 @@ def collect(
         ncu,
         *("--csv", "--page", "raw", "--print-units", "base"),
         *("--profile-from-start", "off", "--clock-control", "none"),
-        *("--cache-control", cache_control, "--metrics", ",".join(metrics)),
+        *("--cache-control", "none", "--metrics", ",".join(metrics)),
         *(sys.executable, *sys.argv),
     ]
     environment = os.environ | {CHILD: json.dumps(names)}
