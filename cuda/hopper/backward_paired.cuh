@@ -117,10 +117,10 @@ class PairedConsumer {
     on_.template take_dP<0>();
     int behind = 0;  // stage of Q of the tile before the one at work
     if (steps > 1) {
-      late_step<Step::first>(behind, steps > 2);
+      late_step<Step::first>(behind);
 #pragma unroll 1
       for (int i = 2; i < steps; ++i) {
-        late_step<Step::later>(behind, i + 1 < steps);
+        late_step<Step::later>(behind);
       }
     }
     on_.release_values();
@@ -143,7 +143,7 @@ class PairedConsumer {
   }
 
   template <Step kStep>
-  PANTILE_DEVICE void late_step(int& behind, bool more) {
+  PANTILE_DEVICE void late_step(int& behind) {
     const int query = on_.query_stage();
     send_dS();
     on_.issue_dV();
@@ -173,9 +173,7 @@ class PairedConsumer {
     on_.next_tile();
     on_.template take_S<2>();
     on_.compute_P();
-    if (more) {
-      on_.wait_next_query();
-    }
+    on_.pin_exponentials();
     on_.template take_dP<1>();
   }
 

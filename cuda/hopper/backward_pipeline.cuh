@@ -133,7 +133,7 @@ class Probabilities {
                                       prim::pack<DType::f16>(S_[8 * j + 5], S_[8 * j + 4]),
                                       prim::pack<DType::f16>(S_[8 * j + 7], S_[8 * j + 6]));
     }
-    arrive_warp(storage_.p_full);
+    prim::arrive(storage_.p_full);
   }
 
   PANTILE_DEVICE void next() {
@@ -248,7 +248,7 @@ class ScoreGradients {
         dP_[8 * j + 2 * k + 1] *= P.x;
       }
     }
-    arrive_warp(storage_.p_empty);
+    prim::arrive(storage_.p_empty);
     prim::wait(storage_.ds.empty[dS_cursor_.stage], dS_cursor_.parity ^ 1);
   }
 
@@ -412,8 +412,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     storage.query.init(8);         // warps of the two accumulating warpgroups
     storage.grad.init(8);
     storage.ds.init(4, 4);
-    prim::init(storage.p_full, 4);
-    prim::init(storage.p_empty, 4);
+    prim::init(storage.p_full, kWarpgroup);  // every thread for its own elements
+    prim::init(storage.p_empty, kWarpgroup);
     prim::fence_mbarrier_init();
   }
   __syncthreads();

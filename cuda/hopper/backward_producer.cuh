@@ -162,6 +162,7 @@ class QueryGradientAdder {
     for (int tile = key_tile.rows.begin; tile < key_tile.rows.end; ++tile) {
       prim::wait(storage_.dq_full[warpgroup_], parity_);
       parity_ ^= 1;
+      prim::fence_async_proxy();  // the fragment was written by ordinary stores
       float* fragment = to + static_cast<std::int64_t>(tile) * kTileFloats;
       if constexpr (kSum == SumKind::integer) {
         prim::bulk_add_u32(reinterpret_cast<std::uint32_t*>(fragment), storage_.dQ[warpgroup_],

@@ -176,17 +176,20 @@ class BackwardCall {
   template <MaskKind kMask>
   core::TileOrder key_order() const {
     // Under a causal mask the first keys are seen by the most rows. The heads of a section share
-    // L2: Q, dO and the fp32 dQ of their rows.
+    // L2: Q, dO and the fp32 dQ of their rows. A section has a tile for every block at least, and
+    // all sections have as many heads, or the last one's longest tiles would start when the other
+    // blocks run out of work.
     constexpr std::int64_t kSectionBytes = std::int64_t{40} << 20;
-    const std::int64_t group = forward_.heads_q / forward_.heads_k;
-    const std::int64_t head_bytes =
-        forward_.seqlen_q * group *
-        (4 * forward_.head_dim + 2 * (forward_.head_dim + forward_.head_dim_v));
-    const int section =
-        kMask == MaskKind::causal
-            ? core::heads_per_section(
-                  head_bytes, 1, static_cast<int>(forward_.batch * forward_.heads_k), kSectionBytes)
-            : 1;
+    const int heads = static_cast<int>(forward_.batch * forward_.heads_k);
+    int section = 1;
+    if (kMask == MaskKind::causal) {
+      const std::int64_t head_bytes =
+          forward_.seqlen_q * (forward_.heads_q / forward_.heads_k) *
+          (4 * forward_.head_dim + 2 * (forward_.head_dim + forward_.head_dim_v));
+      section = core::max_of(core::heads_per_section(head_bytes, 1, heads, kSectionBytes),
+                             core::ceil_div(main_blocks_, key_tiles_.tiles_per_sequence));
+      section = core::ceil_div(heads, core::max_of(heads / section, 1));
+    }
     return core::TileOrder(key_tiles_.tiles_per_sequence, static_cast<int>(forward_.heads_k),
                            static_cast<int>(forward_.batch), section,
                            core::TileDirection::ascending);

@@ -109,8 +109,9 @@ PANTILE_DEVICE void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Orders this thread's ordinary writes to shared memory before later asynchronous reads of it
-// (wgmma operands, bulk stores). A barrier between the writers and the reader must follow.
+// Orders ordinary writes to shared memory before later asynchronous reads of it (wgmma operands,
+// bulk stores): by the writers before the barrier between them and the reader, or by the reader
+// after it. It waits for this thread's own memory accesses.
 PANTILE_DEVICE void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
