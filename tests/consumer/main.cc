@@ -131,8 +131,9 @@ void check_questions() {
   const pantile::ForwardProblem problem = causal_problem();
   pantile::DeviceProps device;
   require(pantile::query_device({}, &device), "query_device");
-  std::vector<pantile::Verdict> verdicts(64);
-  const int rows = pantile::explain_forward(problem, device, {}, verdicts.data(), 64);
+  std::vector<pantile::Verdict> verdicts(static_cast<std::size_t>(pantile::kernel_count()));
+  const int rows =
+      pantile::explain_forward(problem, device, {}, verdicts.data(), pantile::kernel_count());
   require(rows > 0 && rows <= pantile::kernel_count(), "explain_forward");
   int chosen = 0;
   for (int i = 0; i < rows; ++i) {

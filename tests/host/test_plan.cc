@@ -187,9 +187,10 @@ TEST(Plan, EmptyProblemsNeedNoWorkspaceAndNoBlocks) {
 
 TEST(Refusal, NamesEveryFamily) {
   ForwardProblem problem = forward_problem();
-  problem.dtype = DType::e4m3;
+  problem.head_dim = problem.head_dim_v = 512;
+  set_contiguous(&problem);
   ForwardPlan plan;
-  const Status status = plan_forward(problem, cpu_device(), {}, &plan);
+  const Status status = plan_forward(problem, h100(), {}, &plan);
   EXPECT_EQ(status.code(), StatusCode::unsupported);
   const std::string message = status.message();
   EXPECT_EQ(message.rfind("no forward kernel serves this problem. hopper: ", 0), 0u) << message;
