@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <mutex>
 
 #include "driver.h"
@@ -25,6 +26,26 @@ struct CachedDevice {
 CachedDevice& cached_device(int index) {
   static CachedDevice devices[kMaxDevices];
   return devices[index];
+}
+
+// PANTILE_SHARED_MEMORY_KB makes a GPU look like one whose blocks may ask for less shared memory,
+// so that tests run the tiles of smaller GPUs.
+Status lower_shared_memory(DeviceProps* props) {
+  const char* const text = std::getenv("PANTILE_SHARED_MEMORY_KB");
+  if (text == nullptr) {
+    return Status();
+  }
+  char* end = nullptr;
+  const long kilobytes = std::strtol(text, &end, 10);
+  const int most = props->smem_optin_bytes / 1024;
+  if (end == text || *end != '\0' || kilobytes < 1 || kilobytes > most) {
+    return Status::error(StatusCode::invalid_argument,
+                         "environment variable PANTILE_SHARED_MEMORY_KB is '%s'; it must be a "
+                         "number from 1 to %d",
+                         text, most);
+  }
+  props->smem_optin_bytes = static_cast<int>(kilobytes) * 1024;
+  return Status();
 }
 
 // Attributes one by one: cudaGetDeviceProperties reads everything and takes a hundred times longer.
@@ -50,6 +71,9 @@ Status read_device(int index, DeviceProps* props) {
     }
   }
   read.l2_bytes = l2_bytes;
+  if (const Status status = lower_shared_memory(&read); !status.ok()) {
+    return status;
+  }
   cudaDeviceProp names;
   Status status = check(cudaGetDeviceProperties(&names, index), "cudaGetDeviceProperties");
   if (!status.ok()) {

@@ -36,8 +36,13 @@ PANTILE_DEVICE void compute_weights(Block& block, RowStep step, int i) {
     typename Block::Weights p;
     typename Block::Weights grad_s;
     block.weights(p, grad_s, step, i, first_row);
-    block.share_weights(p, 1, first_row);
-    block.share_weights(grad_s, 0, first_row);
+    block.share_weights(p, block.shared_p(), first_row);
+    block.share_weights(grad_s, block.shared_grad_s(i), first_row);
+    block.add_values(p, i, first_row);
+    block.add_keys(grad_s, i, first_row);
+    block.wait_for_shared_weights();
+    block.add_shared_values(i);
+    block.add_shared_keys(i);
   } else {
 #pragma unroll
     for (int pass = 0; pass < Config::kPasses; ++pass) {
@@ -47,7 +52,7 @@ PANTILE_DEVICE void compute_weights(Block& block, RowStep step, int i) {
       block.weights(p, grad_s, step, i, first_row);
       block.add_values(p, i, first_row);
       block.add_keys(grad_s, i, first_row);
-      block.share_weights(grad_s, 0, first_row);
+      block.share_weights(grad_s, block.shared_grad_s(i), first_row);
     }
   }
 }
@@ -57,6 +62,7 @@ PANTILE_DEVICE void compute_weights(Block& block, RowStep step, int i) {
 template <class Config, class Block>
 PANTILE_DEVICE void run_backward(Block& block) {
   constexpr bool kTwoStages = Config::kStages == 2;
+  constexpr GradQueries kGradQueries = Config::kGradQueries;
   if (block.steps() == 0) {
     return;
   }
@@ -77,22 +83,27 @@ PANTILE_DEVICE void run_backward(Block& block) {
     if constexpr (kTwoStages) {
       fetch_next(step, i);
     }
+    if (kGradQueries == GradQueries::before_next_scores && i > 0) {
+      block.add_queries(block.previous(step), i - 1);
+    }
     compute_weights<Config>(block, step, i);
-    __syncthreads();
-    if constexpr (Config::kSharesWeights) {
-      block.add_shared_values(i);
-      block.add_shared_keys(i);
+    if (kGradQueries == GradQueries::after_next_products && i > 0) {
+      block.add_queries(block.previous(step), i - 1);
     }
-    if constexpr (!kTwoStages) {
-      if constexpr (Config::kSharesWeights) {
-        __syncthreads();
+    if constexpr (kGradQueries == GradQueries::own_step) {
+      __syncthreads();
+      if constexpr (!kTwoStages) {
+        fetch_next(step, i);
       }
-      fetch_next(step, i);
+      block.add_queries(step, i);
     }
-    block.add_queries(step, i);
     step = block.next(step);
   }
   __syncthreads();
+  if constexpr (kGradQueries != GradQueries::own_step) {
+    block.add_queries(block.previous(step), block.steps() - 1);
+    __syncthreads();
+  }
 }
 
 template <class Config, DType kDType, MaskKind kMask>

@@ -18,6 +18,7 @@
 #include "prim/math.cuh"
 #include "prim/matrix.cuh"
 #include "prim/mma_sync.cuh"
+#include "prim/named_barrier.cuh"
 #include "prim/special_registers.cuh"
 #include "tile/accumulators_sm80.cuh"
 #include "tile/quad_sums_sm80.cuh"
@@ -73,6 +74,12 @@ class BackwardBlock {
     return RowStep{step.head + (wraps ? 1 : 0), wraps ? tiles.begin : step.tile + 1};
   }
 
+  PANTILE_DEVICE RowStep previous(RowStep step) const {
+    const core::Span tiles = work().rows.visit;
+    const bool wraps = step.tile == tiles.begin;
+    return RowStep{step.head - (wraps ? 1 : 0), wraps ? tiles.end - 1 : step.tile - 1};
+  }
+
   // Which share of the columns this warp owns.
   PANTILE_DEVICE static int column_warp() { return Place().column_warp; }
 
@@ -116,7 +123,7 @@ class BackwardBlock {
                                grad_o.stride * Config::GradCopy::kPassRows * 2, existing);
     constexpr int kFloats = kRowTerms * kTileQ;
     const int at = prim::fresh_thread_index() * 4;
-    prim::copy_async_16_if(at < kFloats, prim::shared_address(storage_.row_terms[i & 1]) + at * 4,
+    prim::copy_async_16_if(at < kFloats, prim::shared_address(terms_of(i)) + at * 4,
                            params_.row_terms + row_index(step) * kFloats + at);
   }
 
@@ -125,7 +132,7 @@ class BackwardBlock {
   // P^T and dS^T of the keys and of rows `first_row` on that this warp computes, as A operands.
   PANTILE_DEVICE void weights(Weights& p, Weights& grad_s, RowStep step, int i, int first_row) {
     const Stage& stage = stage_of(i);
-    const auto& terms = storage_.row_terms[i & 1];
+    const auto& terms = terms_of(i);
     Scores s;
     multiply<KRows>(s, storage_.k, stage.q, first_row, nullptr, [](int) {});
     Scores dp;
@@ -152,10 +159,15 @@ class BackwardBlock {
     }
   }
 
-  // Writes this warp's part of dS^T (0) or P^T (1) to shared memory.
-  PANTILE_DEVICE void share_weights(const Weights& x, int which, int first_row) {
+  PANTILE_DEVICE std::uint16_t* shared_p() const { return storage_.weights[Config::kGradSBuffers]; }
+  PANTILE_DEVICE std::uint16_t* shared_grad_s(int i) const {
+    return storage_.weights[i & (Config::kGradSBuffers - 1)];
+  }
+
+  // Writes this warp's part of P^T or dS^T to shared memory.
+  PANTILE_DEVICE void share_weights(const Weights& x, std::uint16_t* to, int first_row) {
     const Place place;
-    char* const tile = reinterpret_cast<char*>(storage_.weights[which]);
+    char* const tile = reinterpret_cast<char*>(to);
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
 #pragma unroll
@@ -189,65 +201,64 @@ class BackwardBlock {
     }
   }
 
-  // The same for all rows of the step, from the weights that the warps of these keys have shared.
+  // The barrier of the warps that share keys.
+  PANTILE_DEVICE static void wait_for_shared_weights() {
+    const Place place;
+    prim::barrier_sync(1 + place.key_warp, Config::kColumnWarps * 32);
+  }
+
+  // The same for the rows whose weights the other warps of these keys have shared.
   PANTILE_DEVICE void add_shared_values(int i) {
-    add_shared<VRows, Config::kColumnsV>(grad_v_, storage_.weights[Config::kSharesWeights ? 1 : 0],
-                                         stage_of(i).grad_o);
+    add_shared<VRows, Config::kColumnsV>(grad_v_, shared_p(), stage_of(i).grad_o);
   }
 
   PANTILE_DEVICE void add_shared_keys(int i) {
-    add_shared<KRows, Config::kColumnsK>(grad_k_, storage_.weights[0], stage_of(i).q);
+    add_shared<KRows, Config::kColumnsK>(grad_k_, shared_grad_s(i), stage_of(i).q);
   }
 
   // ---- dQ += dS K, straight into the sums in global memory
 
+  // Where there are many columns some at a time, so that the additions to global memory run under
+  // the next ones' products.
   PANTILE_DEVICE void add_queries(RowStep step, int i) {
     constexpr int kMTiles = Config::kGradRows / 16;
     constexpr int kNTiles = Config::kGradColumns / 8;
-    float grad_q[kMTiles][kNTiles][4];
-    tile::clear_accumulators(grad_q);
+    constexpr int kBlock = kNTiles <= 4 ? kNTiles : kNTiles % 4 == 0 ? 4 : 2;
+    constexpr int kGroups = kTileK / 16;
     const Place place;
     const int row_warp = place.warp % Config::kGradRowWarps;
     const int column_warp = place.warp / Config::kGradRowWarps;
     const tile::ColumnShare<WeightRows, Config::kGradRows> rows(
-        prim::shared_address(storage_.weights[0]) +
-            WeightRows::lane_offset_columns_first(place.lane),
+        prim::shared_address(shared_grad_s(i)) + WeightRows::lane_offset_columns_first(place.lane),
         row_warp);
     const tile::ColumnShare<KRows, Config::kGradColumns> columns(
         prim::shared_address(storage_.k) + KRows::lane_offset_rows_first(place.lane), column_warp);
-#pragma unroll
-    for (int group = 0; group < kTileK / 16; ++group) {
-      std::uint32_t a[kMTiles][4];
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m) {
-        prim::load_matrix_x4_transposed(a[m], rows.step(group, m));
-      }
-#pragma unroll
-      for (int n = 0; n < kNTiles / 2; ++n) {
-        std::uint32_t b[4];
-        prim::load_matrix_x4_transposed(b, columns.step(group, n));
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m) {
-          prim::mma_add<kDType>(grad_q[m][2 * n], a[m], b[0], b[1]);
-          prim::mma_add<kDType>(grad_q[m][2 * n + 1], a[m], b[2], b[3]);
-        }
-      }
-    }
+    std::uint32_t a[kGroups][kMTiles][4];
     float* const sums = params_.dq_sum + row_index(step) * (kTileQ * Config::kHeadDim) +
                         place.warp * (kMTiles * kNTiles * tile::kQuadTileWords);
-    const float* const scales =
-        storage_.row_terms[i & 1][2] + row_warp * Config::kGradRows + place.lane / 4;
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
+    for (int first = 0; first < kNTiles; first += kBlock) {
+      float grad_q[kMTiles][kBlock][4];
+      tile::clear_accumulators(grad_q);
 #pragma unroll
-      for (int n = 0; n < kNTiles; ++n) {
-        float* const to = sums + (m * kNTiles + n) * tile::kQuadTileWords;
-        if (params_.integer_sums) {
-          tile::add_quad_integers(to, place.lane, grad_q[m][n], scales[m * 16], scales[m * 16 + 8]);
-        } else {
-          tile::add_quad(to, place.lane, grad_q[m][n]);
+      for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+        for (int m = 0; first == 0 && m < kMTiles; ++m) {
+          prim::load_matrix_x4_transposed(a[group][m], rows.step(group, m));
+        }
+#pragma unroll
+        for (int n = 0; n < kBlock; n += 2) {
+          std::uint32_t b[4];
+          prim::load_matrix_x4_transposed(b, columns.step(group, (first + n) / 2));
+#pragma unroll
+          for (int m = 0; m < kMTiles; ++m) {
+            prim::mma_add<kDType>(grad_q[m][n], a[group][m], b[0], b[1]);
+            prim::mma_add<kDType>(grad_q[m][n + 1], a[group][m], b[2], b[3]);
+          }
         }
       }
+      add_query_columns<kNTiles>(sums + first * tile::kQuadTileWords, place.lane, grad_q,
+                                 terms_of(i)[2] + row_warp * Config::kGradRows);
     }
   }
 
@@ -272,7 +283,35 @@ class BackwardBlock {
   }
 
  private:
+  // kBlock of kNTiles column tiles; `scales` of integer sums, one a row.
+  template <int kNTiles, int kMTiles, int kBlock>
+  PANTILE_DEVICE void add_query_columns(float* sums, int lane,
+                                        const float (&grad_q)[kMTiles][kBlock][4],
+                                        const float* scales) const {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      float* const to = sums + m * kNTiles * tile::kQuadTileWords;
+      if (params_.integer_sums) {
+        const float upper = scales[m * 16 + lane / 4];
+        const float lower = scales[m * 16 + lane / 4 + 8];
+#pragma unroll
+        for (int n = 0; n < kBlock; ++n) {
+          tile::add_quad_integers(to + n * tile::kQuadTileWords, lane, grad_q[m][n], upper, lower);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < kBlock; ++n) {
+          tile::add_quad(to + n * tile::kQuadTileWords, lane, grad_q[m][n]);
+        }
+      }
+    }
+  }
+
   PANTILE_DEVICE Stage& stage_of(int i) const { return storage_.stages[i & (Config::kStages - 1)]; }
+
+  PANTILE_DEVICE float (&terms_of(int i) const)[kRowTerms][kTileQ] {
+    return storage_.row_terms[i & (Config::kTermBuffers - 1)];
+  }
 
   PANTILE_DEVICE const BackwardWork& work() const { return storage_.work; }
 
@@ -406,13 +445,18 @@ class BackwardBlock {
                                  WeightRows::lane_offset_rows_first(place.lane);
     const auto columns = own_columns<Rows, kColumns>(rows);
 #pragma unroll
-    for (int group = 0; group < kTileQ / 16; ++group) {
-      std::uint32_t a[kKeyTiles][4];
+    for (int other = 1; other < Config::kColumnWarps; ++other) {
+      const int warp = (place.column_warp + other) % Config::kColumnWarps;
 #pragma unroll
-      for (int m = 0; m < kKeyTiles; ++m) {
-        prim::load_matrix_x4(a[m], WeightRows::step(a_lane, m, group));
+      for (int i = 0; i < kRowGroups; ++i) {
+        const int group = warp * kRowGroups + i;
+        std::uint32_t a[kKeyTiles][4];
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m) {
+          prim::load_matrix_x4(a[m], WeightRows::step(a_lane, m, group));
+        }
+        accumulate(sums, a, columns, group);
       }
-      accumulate(sums, a, columns, group);
     }
   }
 

@@ -40,6 +40,10 @@ struct BackwardConfig {
   static constexpr int kColumnWarps = kTile.column_warps;
   static constexpr bool kSharesWeights = kColumnWarps > 1;
   static constexpr int kPasses = kTile.passes;
+  static constexpr GradQueries kGradQueries = kTile.grad_queries;
+  static constexpr int kGradSBuffers = kTile.grad_s_buffers();
+  static constexpr int kWeightBuffers = kGradSBuffers + (kSharesWeights ? 1 : 0);
+  static constexpr int kTermBuffers = 2 * kGradSBuffers;
   // Of one warp: keys; rows whose scores it computes at a time; columns of dK and dV.
   static constexpr int kWarpKeys = kTileK / kTile.key_warps;
   static constexpr int kWarpRows = kTileQ / (kSharesWeights ? kColumnWarps : kPasses);
@@ -57,6 +61,7 @@ struct BackwardConfig {
   static_assert(kColumnsK % 16 == 0 && kColumnsV % 16 == 0 && kGradColumns % 16 == 0);
   static_assert(!kSharesWeights || kPasses == 1);
   static_assert(kStages == 1 || kStages == 2);
+  static_assert(kGradSBuffers == 1 || (kGradSBuffers == 2 && kStages == 2));
 };
 
 }  // namespace pantile::ampere

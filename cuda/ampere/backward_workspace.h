@@ -24,6 +24,12 @@ constexpr std::int64_t counted_rows(const ForwardProblem& p) {
   return p.packed_q ? p.total_q : p.seqlen_q;
 }
 
+// In fp32: two floats a row and query head.
+constexpr std::size_t backward_workspace_bytes_f32(const ForwardProblem& p) {
+  const std::int64_t rows = p.packed_q ? p.total_q : p.batch * p.seqlen_q;
+  return static_cast<std::size_t>(rows * p.heads_q) * 8;
+}
+
 constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem, int kernel_head_dim,
                                                int tile_q) {
   constexpr std::size_t kAlign = 256;

@@ -17,6 +17,7 @@
 #include "ampere/backward_rows.cuh"
 #include "ampere/backward_workspace.h"
 #include "ampere/launch.cuh"
+#include "ampere/launch_backward_f32.cuh"
 #include "ampere/order.h"
 #include "core/softmax_state.h"
 #include "driver.h"
@@ -210,16 +211,23 @@ Status launch_backward(const BackwardPlan& plan, const BackwardTensors& tensors,
   if (!device.status().ok()) {
     return device.status();
   }
-  const BackwardCall call(plan, tensors, workspace, static_cast<cudaStream_t>(stream));
-  switch (shared_class(plan.device.smem_optin_bytes)) {
-    case SharedClass::small:
-      return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::small>(call);
-    case SharedClass::medium:
-      return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::medium>(call);
-    case SharedClass::large:
-      return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::large>(call);
+  if constexpr (kDType == DType::f32) {
+    const BackwardCallF32 call(plan, tensors, workspace, static_cast<cudaStream_t>(stream));
+    return plan.problem.forward.float32_precision == Float32Precision::highest
+               ? launch_backward_f32<kHeadDim, Float32Precision::highest>(call, plan.device)
+               : launch_backward_f32<kHeadDim, Float32Precision::tf32>(call, plan.device);
+  } else {
+    const BackwardCall call(plan, tensors, workspace, static_cast<cudaStream_t>(stream));
+    switch (shared_class(plan.device.smem_optin_bytes)) {
+      case SharedClass::small:
+        return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::small>(call);
+      case SharedClass::medium:
+        return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::medium>(call);
+      case SharedClass::large:
+        return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::large>(call);
+    }
+    return Status();
   }
-  return Status();
 }
 
 }  // namespace pantile::ampere

@@ -9,6 +9,7 @@
 
 #include "ampere/forward.cuh"
 #include "ampere/launch.cuh"
+#include "ampere/launch_forward_f32.cuh"
 #include "ampere/order.h"
 #include "ampere/softmax_choice.h"
 #include "core/softmax_state.h"
@@ -116,22 +117,30 @@ Status launch_forward(const ForwardPlan& plan, const ForwardTensors& tensors, vo
   }
   const ForwardParams params = forward_params(plan, tensors);
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  switch (forward_softmax(plan.softmax)) {
+  if constexpr (kDType == DType::f32) {
+    return plan.problem.float32_precision == Float32Precision::highest
+               ? launch_forward_f32<kHeadDim, Float32Precision::highest>(params, plan, tensors,
+                                                                         cuda_stream)
+               : launch_forward_f32<kHeadDim, Float32Precision::tf32>(params, plan, tensors,
+                                                                      cuda_stream);
+  } else {
+    switch (forward_softmax(plan.softmax)) {
 #define PANTILE_SOFTMAX(kind)                                                                     \
   case ForwardSoftmax::kind:                                                                      \
     return launch_softmax<kDType, kHeadDim, kHeadDimV, kMask, ForwardSoftmax::kind>(params, plan, \
                                                                                     cuda_stream);
-    PANTILE_SOFTMAX(vector)
-    PANTILE_SOFTMAX(tensor)
-    PANTILE_SOFTMAX(quarter_share)
-    PANTILE_SOFTMAX(half_share)
-    PANTILE_SOFTMAX(full_share)
-    PANTILE_SOFTMAX(row_share)
-    PANTILE_SOFTMAX(surrogate)
-    PANTILE_SOFTMAX(fast_scale)
+      PANTILE_SOFTMAX(vector)
+      PANTILE_SOFTMAX(tensor)
+      PANTILE_SOFTMAX(quarter_share)
+      PANTILE_SOFTMAX(half_share)
+      PANTILE_SOFTMAX(full_share)
+      PANTILE_SOFTMAX(row_share)
+      PANTILE_SOFTMAX(surrogate)
+      PANTILE_SOFTMAX(fast_scale)
 #undef PANTILE_SOFTMAX
+    }
+    return Status();
   }
-  return Status();
 }
 
 }  // namespace pantile::ampere

@@ -21,6 +21,12 @@ inline Operand make_operand(const void* data, const Layout& layout, bool packed)
   return Operand{const_cast<void*>(data), packed ? 0 : layout.batch, layout.seq, layout.head};
 }
 
+// The same for a tensor of floats, each two 16-bit elements, as copies and tiles count them.
+inline Operand make_operand_f32(const void* data, const Layout& layout, bool packed) {
+  return Operand{const_cast<void*>(data), packed ? 0 : 2 * layout.batch, 2 * layout.seq,
+                 2 * layout.head};
+}
+
 // The rows of one side that belong to one sequence.
 struct SequenceRows {
   int batch;

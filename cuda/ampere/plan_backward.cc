@@ -4,6 +4,7 @@
 
 #include "ampere/backward_workspace.h"
 #include "ampere/config.h"
+#include "ampere/config_f32.h"
 #include "ampere/order.h"
 #include "ampere/plan.h"
 #include "ampere/rules.h"
@@ -27,7 +28,7 @@ Status layout_rules(const BackwardProblem& problem) {
       {"grad_v", problem.grad_v},
   };
   for (const auto& tensor : tensors) {
-    const Status status = layout_rule(tensor.name, tensor.layout);
+    const Status status = layout_rule(tensor.name, tensor.layout, p.dtype);
     if (!status.ok()) {
       return status;
     }
@@ -35,17 +36,39 @@ Status layout_rules(const BackwardProblem& problem) {
   return Status();
 }
 
-BackwardTile tile_of(const KernelInfo& row, const DeviceProps& device) {
-  return backward_tile(row.head_dim, shared_class(device.smem_optin_bytes));
+struct TileSize {
+  int q, k;
+};
+
+// In fp32 either side is cut into tiles by the launch that owns its gradients.
+TileSize tile_of(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {
+  const SharedClass shared = shared_class(device.smem_optin_bytes);
+  if (row.dtype == DType::f32) {
+    const int own = backward_tile_f32(row.head_dim, p.float32_precision, shared).own;
+    return TileSize{own, own};
+  }
+  const BackwardTile tile = backward_tile(row.head_dim, shared);
+  return TileSize{tile.tile_q, tile.tile_k};
+}
+
+std::int64_t row_tile_count(const KernelInfo& row, const BackwardProblem& problem, int tile_q) {
+  const ForwardProblem& p = problem.forward;
+  return row.dtype == DType::f32 ? core::ceil_div<std::int64_t>(p.seqlen_q, tile_q) * p.batch
+                                 : backward_workspace(problem, row.head_dim, tile_q).row_tiles;
+}
+
+std::size_t workspace_bytes(const KernelInfo& row, const BackwardProblem& problem, int tile_q) {
+  return row.dtype == DType::f32 ? backward_workspace_bytes_f32(problem.forward)
+                                 : backward_workspace(problem, row.head_dim, tile_q).bytes;
 }
 
 // Blocks are numbered with 31 bits, and so are the row tiles of all heads.
 Status count_rule(const KernelInfo& row, const BackwardProblem& problem,
                   const DeviceProps& device) {
   const ForwardProblem& p = problem.forward;
-  const BackwardTile tile = tile_of(row, device);
-  const std::int64_t key_tiles = core::ceil_div<std::int64_t>(p.seqlen_k, tile.tile_k);
-  const std::int64_t row_tiles = backward_workspace(problem, row.head_dim, tile.tile_q).row_tiles;
+  const TileSize tile = tile_of(row, p, device);
+  const std::int64_t key_tiles = core::ceil_div<std::int64_t>(p.seqlen_k, tile.k);
+  const std::int64_t row_tiles = row_tile_count(row, problem, tile.q);
   if (!core::TileOrder::fits(key_tiles, p.heads_k, p.batch) ||
       !core::TileOrder::fits(row_tiles, p.heads_q, 1)) {
     return Status::error(StatusCode::unsupported,
@@ -72,12 +95,11 @@ Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
 }
 
 void configure_backward(BackwardPlan* plan) {
-  const BackwardTile tile = tile_of(*plan->kernel, plan->device);
-  plan->tile_q = tile.tile_q;
-  plan->tile_k = tile.tile_k;
-  plan->blocks = backward_order(plan->problem.forward, plan->device, tile.tile_k).count();
-  plan->workspace =
-      Workspace{backward_workspace(plan->problem, plan->kernel->head_dim, tile.tile_q).bytes, 0};
+  const TileSize tile = tile_of(*plan->kernel, plan->problem.forward, plan->device);
+  plan->tile_q = tile.q;
+  plan->tile_k = tile.k;
+  plan->blocks = backward_order(plan->problem.forward, plan->device, tile.k).count();
+  plan->workspace = Workspace{workspace_bytes(*plan->kernel, plan->problem, tile.q), 0};
 }
 
 }  // namespace pantile::ampere

@@ -2,6 +2,7 @@
 #include <cinttypes>
 
 #include "ampere/config.h"
+#include "ampere/config_f32.h"
 #include "ampere/order.h"
 #include "ampere/plan.h"
 #include "ampere/rules.h"
@@ -16,7 +17,7 @@ Status layout_rules(const ForwardProblem& p) {
     const Layout& layout;
   } tensors[] = {{"q", p.q}, {"k", p.k}, {"v", p.v}, {"o", p.o}};
   for (const auto& tensor : tensors) {
-    const Status status = layout_rule(tensor.name, tensor.layout);
+    const Status status = layout_rule(tensor.name, tensor.layout, p.dtype);
     if (!status.ok()) {
       return status;
     }
@@ -24,14 +25,23 @@ Status layout_rules(const ForwardProblem& p) {
   return Status();
 }
 
-ForwardTile tile_of(const KernelInfo& row, const DeviceProps& device) {
-  return forward_tile(row.head_dim, row.head_dim_v, row.mask,
-                      shared_class(device.smem_optin_bytes));
+struct TileSize {
+  int q, k;
+};
+
+TileSize tile_of(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {
+  const SharedClass shared = shared_class(device.smem_optin_bytes);
+  if (row.dtype == DType::f32) {
+    const ForwardTileF32 tile = forward_tile_f32(row.head_dim, p.float32_precision, shared);
+    return TileSize{tile.tile_q, tile.tile_k};
+  }
+  const ForwardTile tile = forward_tile(row.head_dim, row.head_dim_v, row.mask, shared);
+  return TileSize{tile.tile_q, tile.tile_k};
 }
 
 // Blocks are numbered with 31 bits.
 Status count_rule(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {
-  const int tile_q = tile_of(row, device).tile_q;
+  const int tile_q = tile_of(row, p, device).q;
   const std::int64_t tiles = core::ceil_div<std::int64_t>(p.seqlen_q, tile_q);
   if (!core::TileOrder::fits(tiles, p.heads_q, p.batch)) {
     return Status::error(StatusCode::unsupported,
@@ -71,10 +81,10 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
 }
 
 void configure_forward(ForwardPlan* plan) {
-  const ForwardTile tile = tile_of(*plan->kernel, plan->device);
-  plan->tile_q = tile.tile_q;
-  plan->tile_k = tile.tile_k;
-  plan->blocks = forward_order(plan->problem, plan->device, tile.tile_q).count();
+  const TileSize tile = tile_of(*plan->kernel, plan->problem, plan->device);
+  plan->tile_q = tile.q;
+  plan->tile_k = tile.k;
+  plan->blocks = forward_order(plan->problem, plan->device, tile.q).count();
   plan->workspace = Workspace{};
   plan->softmax = complete_softmax(*plan->kernel, plan->problem);
 }

@@ -44,9 +44,11 @@ inline Status row_rule(const KernelInfo& row, const ForwardProblem& p) {
       return Status::error(StatusCode::unsupported, "serves %s up to %d, it is %" PRId64, names[i],
                            most[i], dims[i]);
     }
-    if (dims[i] % 8 != 0) {
+    const int elements = 16 / dtype_bytes(row.dtype);
+    if (dims[i] % elements != 0) {
       return Status::error(StatusCode::unsupported,
-                           "needs %s to be a multiple of 8, it is %" PRId64, names[i], dims[i]);
+                           "needs %s to be a multiple of %d, it is %" PRId64, names[i], elements,
+                           dims[i]);
     }
   }
   if (row.mask != MaskKind::any && row.mask != mask_kind(p)) {
@@ -59,7 +61,8 @@ inline Status row_rule(const KernelInfo& row, const ForwardProblem& p) {
 
 // Copies are 16 bytes wide, and a few rows' strides together must fit 63 bits, in bytes. Axes of
 // one element have the strides of a contiguous tensor (host::canonical).
-inline Status layout_rule(const char* name, const Layout& layout) {
+inline Status layout_rule(const char* name, const Layout& layout, DType dtype) {
+  const int elements = 16 / dtype_bytes(dtype);
   if (layout.base_align_bytes < 16) {
     return Status::error(StatusCode::unsupported, "needs %s aligned to 16 bytes, it is to %d", name,
                          layout.base_align_bytes);
@@ -67,11 +70,11 @@ inline Status layout_rule(const char* name, const Layout& layout) {
   const char* const axes[] = {"batch", "seq", "head"};
   const std::int64_t strides[] = {layout.batch, layout.seq, layout.head};
   for (int i = 0; i < 3; ++i) {
-    if (strides[i] % 8 != 0 || strides[i] >= std::int64_t{1} << 39) {
+    if (strides[i] % elements != 0 || strides[i] >= std::int64_t{1} << 39) {
       return Status::error(StatusCode::unsupported,
-                           "needs the stride of %s along %s to be a multiple of 8 below 2^39, it is"
-                           " %" PRId64,
-                           name, axes[i], strides[i]);
+                           "needs the stride of %s along %s to be a multiple of %d below 2^39, it "
+                           "is %" PRId64,
+                           name, axes[i], elements, strides[i]);
     }
   }
   return Status();

@@ -50,10 +50,12 @@ struct BackwardStorage {
   alignas(128) std::uint16_t k[Config::kTileK * Config::kHeadDim];
   alignas(128) std::uint16_t v[Config::kTileK * Config::kHeadDimV];
   Stage stages[Config::kStages];
-  alignas(128) float row_terms[2][kRowTerms][Config::kTileQ];  // of step i in i % 2
-  // dS and, if warps share it, P. Transposed: one row a key, one column a query row.
-  alignas(
-      128) std::uint16_t weights[Config::kSharesWeights ? 2 : 1][Config::kTileK * Config::kTileQ];
+  // Of step i in i % kTermBuffers: the terms of the step whose dQ is outstanding, of the running
+  // and of the next one.
+  alignas(128) float row_terms[Config::kTermBuffers][kRowTerms][Config::kTileQ];
+  // dS of step i in i % kGradSBuffers, and behind them P if warps share it. Transposed: one row a
+  // key, one column a query row.
+  alignas(128) std::uint16_t weights[Config::kWeightBuffers][Config::kTileK * Config::kTileQ];
   alignas(kWorkBytes) BackwardWork work;
 };
 

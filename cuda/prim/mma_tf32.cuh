@@ -30,4 +30,29 @@ PANTILE_DEVICE std::uint32_t round_to_tf32(float x) {
   return bits;
 }
 
+// d += a b
+PANTILE_DEVICE void mma_add_tf32(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                 std::uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+inline constexpr std::uint32_t kTf32Bits = 0xffffe000u;
+inline constexpr std::uint32_t kTf32HalfUlp = 0x1000u;
+
+// What the tensor core reads of it is round_to_tf32(x); an instruction less, because the bits below
+// are left as they come.
+PANTILE_DEVICE std::uint32_t tf32_operand(float x) {
+  const std::uint32_t bits = __float_as_uint(x);
+  return fabsf(x) < INFINITY ? bits + kTf32HalfUlp : bits;  // infinities and NaN stay
+}
+
+// x = big + small up to 2^-22: the upper 11 bits of the mantissa, and the rest as an operand.
+PANTILE_DEVICE void split_tf32(float x, std::uint32_t& big, std::uint32_t& small) {
+  big = __float_as_uint(x) & kTf32Bits;
+  small = __float_as_uint(x - __uint_as_float(big)) + kTf32HalfUlp;
+}
+
 }  // namespace pantile::prim

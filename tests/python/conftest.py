@@ -32,7 +32,12 @@ def _targets() -> list:
         for b in dict.fromkeys(row["backend"] for row in pantile.kernels())
         if b in GPU_BACKENDS
     ]
-    return host + gpu
+    gpu_f32 = [
+        pytest.param(Target(b, "cuda", torch.float32), id=f"{b}_f32", marks=pytest.mark.gpu)
+        for b in dict.fromkeys(row["backend"] for row in pantile.kernels() if row["dtype"] == "f32")
+        if b in GPU_BACKENDS
+    ]
+    return host + gpu + gpu_f32
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -19,10 +19,15 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Target:
-    """A backend and the device its tensors live on."""
+    """A backend, the device its tensors live on, and the dtype that tests of no dtype use."""
 
     backend: str
     device: str
+    gpu_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def default_dtype(self) -> torch.dtype:
+        return torch.float32 if self.device == "cpu" else self.gpu_dtype
 
     @property
     def options(self) -> pantile.Options:

@@ -30,7 +30,7 @@ def test_masks(target, dtype, arguments):
     ("rows", "keys"), [(1, 1), (1, 200), (200, 1), (65, 63), (63, 65), (128, 128), (17, 130)]
 )
 def test_lengths(target, rows, keys, arguments):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    dtype = target.default_dtype
     check_both(dense(target, dtype, rows=rows, keys=keys, **arguments), target)
 
 
@@ -42,7 +42,7 @@ def test_lengths(target, rows, keys, arguments):
     ],
 )
 def test_head_dims(target, head_dim, head_dim_v):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    dtype = target.default_dtype
     case = dense(target, dtype, batch=1, rows=33, keys=29, head_dim=head_dim, head_dim_v=head_dim_v)
     check_both(case, target)
 
@@ -55,12 +55,12 @@ def test_grouped_heads(target, heads, heads_k):
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1.0, 3, 1e-3])
 def test_scale(target, scale):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    dtype = target.default_dtype
     check_both(dense(target, dtype, scale=scale), target)
 
 
 def test_default_scale(target):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    dtype = target.default_dtype
     case = dense(target, dtype)
     require_kernel(case, target)
     default = pantile.attention(*case.operands, options=target.options)
@@ -70,14 +70,14 @@ def test_default_scale(target):
 
 @pytest.mark.parametrize("arguments", MASKS[:5], ids=str)
 def test_packed(target, arguments):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    dtype = target.default_dtype
     case = packed(target, [3, 0, 70, 1], [5, 4, 66, 0], dtype, **arguments)
     check_both(case, target, with_lse=True)
 
 
 def test_packed_equals_each_sequence_alone(target):
     """Row i of a batch is the same row alone, bit for bit."""
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    dtype = target.default_dtype
     lengths = [40, 1, 65]
     case = packed(target, lengths, lengths, dtype, causal=True)
     require_kernel(case, target)
@@ -99,7 +99,7 @@ def test_packed_equals_each_sequence_alone(target):
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}], ids=str)
 def test_seqused(target, arguments):
     """Rows past seqused are 0 and -inf, and neither give nor take gradients."""
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    dtype = target.default_dtype
     case = packed(target, [20, 30, 5], [25, 40, 6], dtype, **arguments)
     used = {
         "seqused_q": torch.tensor([13, 0, 5], dtype=torch.int32, device=target.device),
@@ -119,7 +119,7 @@ def test_seqused(target, arguments):
 
 
 def test_window_larger_than_the_sequence_is_full(target):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    dtype = target.default_dtype
     case = dense(target, dtype)
     require_kernel(case, target)
     full = pantile.attention(*case.operands, options=target.options)
@@ -129,7 +129,7 @@ def test_window_larger_than_the_sequence_is_full(target):
 
 
 def test_causal_is_window_right_zero(target):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    dtype = target.default_dtype
     case = dense(target, dtype)
     require_kernel(case, target)
     causal = pantile.attention(*case.operands, causal=True, options=target.options)
@@ -255,7 +255,7 @@ def test_only_some_inputs_need_gradients():
 
 
 def test_output_is_contiguous_and_fresh(target):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    dtype = target.default_dtype
     case = dense(target, dtype)
     require_kernel(case, target)
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in case.operands]
@@ -267,7 +267,7 @@ def test_output_is_contiguous_and_fresh(target):
 
 
 def test_forward_only_without_lse_is_the_same(target):
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    dtype = target.default_dtype
     case = dense(target, dtype, causal=True)
     require_kernel(case, target)
     o, _ = case.ours(*case.operands, options=target.options)

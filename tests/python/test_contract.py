@@ -26,7 +26,7 @@ BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
 def default_dtype(target: Target) -> torch.dtype:
-    return torch.float32 if target.device == "cpu" else torch.bfloat16
+    return target.default_dtype
 
 
 def everything(case, target: Target, operands=None, grad_seed: int = 1):

@@ -33,7 +33,8 @@ struct DeviceProps {
 
 // Fills `props` for a device of this machine. CUDA properties are read once and cached. The CPU's
 // instruction set is the best one found, or a lower one named by the environment variable
-// PANTILE_CPU_ISA (baseline, avx2, avx512, avx512_bf16), which exists for tests.
+// PANTILE_CPU_ISA (baseline, avx2, avx512, avx512_bf16), which exists for tests; so does
+// PANTILE_SHARED_MEMORY_KB, which lowers smem_optin_bytes of every GPU.
 PANTILE_API Status query_device(Device device, DeviceProps* props);
 
 // Number of CUDA devices; 0 with a reason in `status` when there is no driver or no device.

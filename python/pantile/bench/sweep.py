@@ -133,6 +133,7 @@ def measure_case(case: Case, what: str, setup: Setup) -> dict:
         "case": case.name,
         "pass": what,
         "dtype": setup.dtype,
+        "float32_precision": torch.get_float32_matmul_precision(),
         **{k: v for k, v in asdict(case).items() if k not in ("name", "lengths")},
         "absent": {n: c for n, c in candidates.items() if isinstance(c, str)},
         "results": {},
@@ -276,7 +277,13 @@ def parser(doc: str, wanted: list[str], out: str) -> argparse.ArgumentParser:
     p.add_argument("--head-dims", default="", help="comma-separated; default: the catalogue's")
     p.add_argument("--lengths", default="", help="comma-separated; default: the catalogue's")
     p.add_argument("--masks", default="full,causal")
-    p.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float8"])
+    p.add_argument("--dtype", default="bfloat16", choices=[*DTYPES])
+    p.add_argument(
+        "--float32-precision",
+        default="highest",
+        choices=["highest", "high", "medium"],
+        help="torch's setting; it matters to float32",
+    )
     p.add_argument(
         "--peers", default=",".join(wanted), help=f"all, or of: {', '.join(peers.GPU_PEERS)}"
     )
@@ -308,6 +315,7 @@ def main(arguments, backend: str, extra: Callable[[], list[Case]]) -> None:
         wanted = tuple(peers.chosen(arguments.peers, "cuda"))
     except ValueError as error:
         sys.exit(str(error))
+    torch.set_float32_matmul_precision(arguments.float32_precision)
     setup = Setup(
         device="cuda",
         backend=backend,

@@ -1,0 +1,100 @@
+"""GPUs that are not here: tiles for less shared memory, and PTX that a later GPU compiles."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pantile
+import pytest
+from support import run_python
+
+pytestmark = pytest.mark.gpu
+
+
+def ampere_rows() -> list[str]:
+    """Compiled rows, of which f16 has the tiles of bf16."""
+    return [
+        row["name"]
+        for row in pantile.kernels()
+        if row["backend"] == "ampere" and row["compiled"] and row["dtype"] != "f16"
+    ]
+
+
+@pytest.mark.parametrize("kilobytes", [99, 163], ids=["sm_86", "sm_80"])
+def test_tiles_of_smaller_gpus(kilobytes):
+    """Every row within the contract's bound, with the tiles it takes where blocks get less."""
+    rows = ampere_rows()
+    if not rows:
+        pytest.skip("no ampere kernels in this build")
+    tests = pathlib.Path(__file__).with_name("test_kernels.py")
+    checks = ("test_row_is_within_bound", "test_row_packed_sequences")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        + [f"{tests}::{check}[{row}]" for check in checks for row in rows],
+        env={**os.environ, "PANTILE_SHARED_MEMORY_KB": str(kilobytes)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert f"{len(checks) * len(rows)} passed" in result.stdout, result.stdout[-500:]
+
+
+def test_shared_memory_is_never_raised():
+    source = """
+        import pantile
+        try:
+            pantile.devices()
+        except ValueError as error:
+            print(error)
+    """
+    said = run_python(source, PANTILE_SHARED_MEMORY_KB="100000")
+    assert "PANTILE_SHARED_MEMORY_KB is '100000'; it must be a number from 1 to" in said
+
+
+def test_ptx_serves_later_gpus():
+    """With CUDA_FORCE_PTX_JIT the driver passes over machine code and compiles the PTX of sm_80.
+
+    No kernel of torch may run: torch has no PTX for this GPU. Hopper kernels have none either,
+    which shows that the driver really did look for PTX.
+    """
+    if not {"ampere_forward_bf16_d64_causal", "ampere_backward_bf16_d64_any"} <= set(ampere_rows()):
+        pytest.skip("no ampere kernels in this build")
+    if "80" not in pantile.build_info()["architectures"].split("ampere: ")[1].split():
+        pytest.skip("this build has no PTX of sm_80")
+    source = """
+        import torch
+        import pantile
+        from pantile import reference
+
+        make_zeros = torch.zeros
+        torch.zeros = lambda *size, device=None, **rest: make_zeros(*size, **rest).to(device)
+        torch.manual_seed(0)
+        q, k, v, grad_o = (torch.randn(1, 200, 2, 64).bfloat16() for _ in range(4))
+        settings = (None, None, None, None, 0, 0, None, -1, 0, "ampere")
+        on_gpu = [x.cuda() for x in (q, k, v)]
+        o, lse = torch.ops.pantile.forward(*on_gpu, *settings, False, False)
+        grads = torch.ops.pantile.backward(
+            grad_o.cuda(), None, *on_gpu, o, lse, *settings, False)
+
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        truth, _ = reference.attention(*leaves, causal=True)
+        expected = [truth, *torch.autograd.grad(truth, leaves, grad_o.double())]
+        for ours, exact in zip([o, *grads], expected):
+            error = (ours.cpu().double() - exact).abs().max()
+            assert error < 0.02 * exact.abs().max(), error
+        try:
+            torch.ops.pantile.forward(*on_gpu, *settings[:-1], "hopper", False, False)
+            torch.cuda.synchronize()
+            print("hopper ran")
+        except (RuntimeError, NotImplementedError) as error:
+            print("hopper did not:", error)
+        print("within bounds")
+    """
+    said = run_python(source, CUDA_FORCE_PTX_JIT="1", CUDA_CACHE_DISABLE="1", timeout=300)
+    assert "within bounds" in said
+    assert "hopper ran" not in said, said
