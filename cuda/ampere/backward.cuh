@@ -8,17 +8,22 @@
 //       S^T  = K Q^T            P^T  = exp2(S^T * scale - LSE)
 //       dP^T = V dO^T - delta   dS^T = P^T * dP^T        (exponentials run under this product)
 //       dV += P^T dO            dK += dS^T Q             in registers, fp32
-//       dQ += dS K              into fp32 (or integer) sums in global memory
+//       dQ += dS K              into fp32 (or integer) sums in global memory, of this step's rows
+//                               or of those before
 //   4 store      dK and dV by way of the buffers of K and V
 //
 //   buffer                  written by                read by                until
 //   storage.k, storage.v    cp.async, all threads     all warps              the end, then dK, dV
-//   storage.stages[]        cp.async, all threads     all warps              dQ of their step
-//   begins storage.weights         the warp of these keys    all warps              the next step's
-//   barrier
+//   storage.stages[]        cp.async, all threads     all warps              the next barrier
+//   storage.weights, P      the warps of these keys   the same warps         the next barrier
+//   storage.weights, dS     the warps of these keys   the same; dQ: all      dQ of their step
 //
-// If one warp owns all columns of its keys' dK and dV, P^T and dS^T are A operands as they are; if
-// several do, each computes a part of the rows and they exchange the weights.
+// If one warp owns all columns of its keys' dK and dV, P^T and dS^T are A operands as they are. If
+// several do, each computes the weights of a part of the rows and takes those from its registers,
+// the others' from shared memory.
+//
+// dQ of a step needs the dS of all warps: behind a barrier of its own, or, with a second buffer of
+// dS, anywhere in the next step (config.h: GradQueries).
 #pragma once
 
 #include "ampere/backward_block.cuh"
