@@ -9,6 +9,7 @@
 
 #include "ampere/backward_keys.cuh"
 #include "ampere/backward_params.cuh"
+#include "ampere/backward_queries.cuh"
 #include "ampere/spread.cuh"
 #include "ampere/storage.cuh"
 #include "core/geometry.h"
@@ -21,7 +22,6 @@
 #include "prim/named_barrier.cuh"
 #include "prim/special_registers.cuh"
 #include "tile/accumulators_sm80.cuh"
-#include "tile/quad_sums_sm80.cuh"
 #include "tile/row_copy_sm80.cuh"
 #include "tile/swizzled_rows_sm80.cuh"
 
@@ -216,50 +216,12 @@ class BackwardBlock {
     add_shared<KRows, Config::kColumnsK>(grad_k_, shared_grad_s(i), stage_of(i).q);
   }
 
-  // ---- dQ += dS K, straight into the sums in global memory
+  // ---- dQ += dS K of step i
 
-  // Where there are many columns some at a time, so that the additions to global memory run under
-  // the next ones' products.
   PANTILE_DEVICE void add_queries(RowStep step, int i) {
-    constexpr int kMTiles = Config::kGradRows / 16;
-    constexpr int kNTiles = Config::kGradColumns / 8;
-    constexpr int kBlock = kNTiles <= 4 ? kNTiles : kNTiles % 4 == 0 ? 4 : 2;
-    constexpr int kGroups = kTileK / 16;
-    const Place place;
-    const int row_warp = place.warp % Config::kGradRowWarps;
-    const int column_warp = place.warp / Config::kGradRowWarps;
-    const tile::ColumnShare<WeightRows, Config::kGradRows> rows(
-        prim::shared_address(shared_grad_s(i)) + WeightRows::lane_offset_columns_first(place.lane),
-        row_warp);
-    const tile::ColumnShare<KRows, Config::kGradColumns> columns(
-        prim::shared_address(storage_.k) + KRows::lane_offset_rows_first(place.lane), column_warp);
-    std::uint32_t a[kGroups][kMTiles][4];
-    float* const sums = params_.dq_sum + row_index(step) * (kTileQ * Config::kHeadDim) +
-                        place.warp * (kMTiles * kNTiles * tile::kQuadTileWords);
-#pragma unroll
-    for (int first = 0; first < kNTiles; first += kBlock) {
-      float grad_q[kMTiles][kBlock][4];
-      tile::clear_accumulators(grad_q);
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-        for (int m = 0; first == 0 && m < kMTiles; ++m) {
-          prim::load_matrix_x4_transposed(a[group][m], rows.step(group, m));
-        }
-#pragma unroll
-        for (int n = 0; n < kBlock; n += 2) {
-          std::uint32_t b[4];
-          prim::load_matrix_x4_transposed(b, columns.step(group, (first + n) / 2));
-#pragma unroll
-          for (int m = 0; m < kMTiles; ++m) {
-            prim::mma_add<kDType>(grad_q[m][n], a[group][m], b[0], b[1]);
-            prim::mma_add<kDType>(grad_q[m][n + 1], a[group][m], b[2], b[3]);
-          }
-        }
-      }
-      add_query_columns<kNTiles>(sums + first * tile::kQuadTileWords, place.lane, grad_q,
-                                 terms_of(i)[2] + row_warp * Config::kGradRows);
-    }
+    BackwardQueries<Config, kDType>::add(
+        shared_grad_s(i), storage_.k, terms_of(i)[2], params_.integer_sums,
+        params_.dq_sum + row_index(step) * (kTileQ * Config::kHeadDim));
   }
 
   // ---- output
@@ -283,30 +245,6 @@ class BackwardBlock {
   }
 
  private:
-  // kBlock of kNTiles column tiles; `scales` of integer sums, one a row.
-  template <int kNTiles, int kMTiles, int kBlock>
-  PANTILE_DEVICE void add_query_columns(float* sums, int lane,
-                                        const float (&grad_q)[kMTiles][kBlock][4],
-                                        const float* scales) const {
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
-      float* const to = sums + m * kNTiles * tile::kQuadTileWords;
-      if (params_.integer_sums) {
-        const float upper = scales[m * 16 + lane / 4];
-        const float lower = scales[m * 16 + lane / 4 + 8];
-#pragma unroll
-        for (int n = 0; n < kBlock; ++n) {
-          tile::add_quad_integers(to + n * tile::kQuadTileWords, lane, grad_q[m][n], upper, lower);
-        }
-      } else {
-#pragma unroll
-        for (int n = 0; n < kBlock; ++n) {
-          tile::add_quad(to + n * tile::kQuadTileWords, lane, grad_q[m][n]);
-        }
-      }
-    }
-  }
-
   PANTILE_DEVICE Stage& stage_of(int i) const { return storage_.stages[i & (Config::kStages - 1)]; }
 
   PANTILE_DEVICE float (&terms_of(int i) const)[kRowTerms][kTileQ] {

@@ -1,0 +1,91 @@
+// dQ += dS K of one step of the backward, by all warps of a block, straight into the sums in global
+// memory (tile/quad_sums_sm80.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "ampere/backward_keys.cuh"
+#include "pantile/dtype.h"
+#include "prim/address.cuh"
+#include "prim/matrix.cuh"
+#include "prim/mma_sync.cuh"
+#include "tile/accumulators_sm80.cuh"
+#include "tile/quad_sums_sm80.cuh"
+#include "tile/swizzled_rows_sm80.cuh"
+
+namespace pantile::ampere {
+
+template <class Config, DType kDType>
+class BackwardQueries {
+  using KRows = tile::SwizzledRows<Config::kHeadDim>;
+  using WeightRows = tile::SwizzledRows<Config::kTileQ>;
+  static constexpr int kMTiles = Config::kGradRows / 16;
+  static constexpr int kNTiles = Config::kGradColumns / 8;
+  // Where there are many columns some at a time, so that the additions to global memory run under
+  // the next ones' products.
+  static constexpr int kBlock = kNTiles <= 4 ? kNTiles : kNTiles % 4 == 0 ? 4 : 2;
+  static constexpr int kGroups = Config::kTileK / 16;
+
+ public:
+  // `scales` of integer sums, one a row; `sums` of this step's rows.
+  PANTILE_DEVICE static void add(const std::uint16_t* grad_s, const std::uint16_t* keys,
+                                 const float* scales, bool integer_sums, float* sums) {
+    const BackwardPlace<Config> place;
+    const int row_warp = place.warp % Config::kGradRowWarps;
+    const int column_warp = place.warp / Config::kGradRowWarps;
+    const tile::ColumnShare<WeightRows, Config::kGradRows> rows(
+        prim::shared_address(grad_s) + WeightRows::lane_offset_columns_first(place.lane), row_warp);
+    const tile::ColumnShare<KRows, Config::kGradColumns> columns(
+        prim::shared_address(keys) + KRows::lane_offset_rows_first(place.lane), column_warp);
+    sums += place.warp * (kMTiles * kNTiles * tile::kQuadTileWords);
+    std::uint32_t a[kGroups][kMTiles][4];
+#pragma unroll
+    for (int first = 0; first < kNTiles; first += kBlock) {
+      float grad_q[kMTiles][kBlock][4];
+      tile::clear_accumulators(grad_q);
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+        for (int m = 0; first == 0 && m < kMTiles; ++m) {
+          prim::load_matrix_x4_transposed(a[group][m], rows.step(group, m));
+        }
+#pragma unroll
+        for (int n = 0; n < kBlock; n += 2) {
+          std::uint32_t b[4];
+          prim::load_matrix_x4_transposed(b, columns.step(group, (first + n) / 2));
+#pragma unroll
+          for (int m = 0; m < kMTiles; ++m) {
+            prim::mma_add<kDType>(grad_q[m][n], a[group][m], b[0], b[1]);
+            prim::mma_add<kDType>(grad_q[m][n + 1], a[group][m], b[2], b[3]);
+          }
+        }
+      }
+      add_columns(grad_q, place.lane, scales + row_warp * Config::kGradRows, integer_sums,
+                  sums + first * tile::kQuadTileWords);
+    }
+  }
+
+ private:
+  PANTILE_DEVICE static void add_columns(const float (&grad_q)[kMTiles][kBlock][4], int lane,
+                                         const float* scales, bool integer_sums, float* sums) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      float* const to = sums + m * kNTiles * tile::kQuadTileWords;
+      if (integer_sums) {
+        const float upper = scales[m * 16 + lane / 4];
+        const float lower = scales[m * 16 + lane / 4 + 8];
+#pragma unroll
+        for (int n = 0; n < kBlock; ++n) {
+          tile::add_quad_integers(to + n * tile::kQuadTileWords, lane, grad_q[m][n], upper, lower);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < kBlock; ++n) {
+          tile::add_quad(to + n * tile::kQuadTileWords, lane, grad_q[m][n]);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace pantile::ampere
