@@ -70,14 +70,16 @@ def require_format(target: Target, block: int, block_q: int) -> None:
 
 
 def exact(q, k, v, rows=None, causal=False, window=None, scale=None):
-    """(o, lse) in float64 of the given query rows of dense tensors, on the CPU."""
-    q, k, v = (x.detach().cpu().double() for x in (q, k, v))
-    rows = torch.arange(q.shape[1]) if rows is None else rows
+    """(o, lse) in float64 of the given query rows of dense tensors; worked out on the GPU if there
+    is one, answered on the CPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (x.detach().to(device).double() for x in (q, k, v))
+    rows = (torch.arange(q.shape[1]) if rows is None else rows).to(device)
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows], k)
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
-    distance = torch.arange(k.shape[1]) - (rows[:, None] + k.shape[1] - q.shape[1])
+    distance = torch.arange(k.shape[1], device=device) - (rows[:, None] + k.shape[1] - q.shape[1])
     left, right = window or (None, None)
     right = 0 if causal else right
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -88,7 +90,7 @@ def exact(q, k, v, rows=None, causal=False, window=None, scale=None):
     scores = scores.masked_fill(hidden, -math.inf)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v).cpu(), lse.cpu()
 
 
 def rms(x: torch.Tensor) -> float:
