@@ -29,7 +29,7 @@ class Chip:
     exposed: float  # share of vector clocks that nothing hides
 
 
-# H200: rates measured with mma.sync alone; `exposed` fitted to the vector mode that rescales always,
+# H200: rates measured; `exposed` fitted to the vector mode that rescales always,
 # head dim 128. A100: rates from NVIDIA's tables; `exposed` fitted to FlashAttention-2's published
 # 227 TFLOP/s at head dim 128. No A100 was measured.
 H200 = Chip("H200", 6.4, 6.2, 1, 2, 8, 2, 620, 1.26)
