@@ -24,8 +24,7 @@ constexpr const char* stage_name(Stage stage) {
 
 // A configuration of its own type, so that the softmax below takes the place of the library's.
 template <class Base, Stage kLeftOut>
-struct Reduced : Base {
-};
+struct Reduced : Base {};
 
 template <class Base, Stage kLeftOut, DType kDType>
 struct SoftmaxRows<Reduced<Base, kLeftOut>, kDType> : SoftmaxRows<Base, kDType> {
@@ -76,6 +75,7 @@ struct SoftmaxRows<Reduced<Base, kLeftOut>, kDType> : SoftmaxRows<Base, kDType> 
       Whole::template exponentials<kMasked>(s, m, j);
     }
   }
+  template <bool kMasked>
   PANTILE_DEVICE void pack(const Scores& s, int m, int group, std::uint32_t (&p)[4]) {
     if constexpr (without(Stage::row_sum)) {
 #pragma unroll
@@ -85,7 +85,7 @@ struct SoftmaxRows<Reduced<Base, kLeftOut>, kDType> : SoftmaxRows<Base, kDType> 
         p[2 * half + 1] = prim::pack<kDType>(x[2], x[3]);
       }
     } else {
-      Whole::pack(s, m, group, p);
+      Whole::template pack<kMasked>(s, m, group, p);
     }
   }
 };

@@ -35,8 +35,6 @@ class ForwardBlock {
   static constexpr int kStages = Config::kStages;
   static constexpr int kRowTiles = Config::kRowTiles;
 
-  static constexpr bool kPartlySeen = kMask != MaskKind::full;
-
   // LSE of the sequence's first row; null when it is not wanted.
   PANTILE_DEVICE float* lse_rows(const ForwardWork& work) const {
     if (params_.lse == nullptr) {
@@ -50,6 +48,7 @@ class ForwardBlock {
   }
 
  public:
+  static constexpr bool kPartlySeen = kMask != MaskKind::full;
   static constexpr int kDepthSteps = Config::kHeadDim / 16;   // of Q K^T
   static constexpr int kKeyGroups = kTileK / 16;              // of a key tile
   static constexpr int kValueSteps = Config::kHeadDimV / 16;  // 16 columns of O
@@ -316,7 +315,7 @@ class ForwardBlock {
       Weights p;
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        softmax.pack(s, m, group, p[m]);
+        softmax.template pack<kMasked>(s, m, group, p[m]);
       }
 #pragma unroll
       for (int column16 = 0; column16 < kValueSteps; ++column16) {

@@ -70,8 +70,16 @@ Status launch_forward_tile(ForwardParams params, int blocks, cudaStream_t stream
   params.v_pass_bytes = params.v.seq * Config::VCopy::kPassRows * 2;
   params.k_tile_bytes = params.k.seq * kTile.tile_k * 2;
   params.v_tile_bytes = params.v.seq * kTile.tile_k * 2;
-  return launch("ampere forward", forward_kernel<Config, kDType, kMask>, blocks, Config::kThreads,
-                kSharedBytes, stream, params);
+  const auto kernel = [] {
+    if constexpr (kSoftmax == ForwardSoftmax::vector) {
+      return forward_kernel<Config, kDType, kMask>;
+    } else if constexpr (kSoftmax == ForwardSoftmax::tensor) {
+      return tensor_forward_kernel<Config, kDType, kMask>;
+    } else {
+      return trial_forward_kernel<Config, kDType, kMask>;
+    }
+  }();
+  return launch("ampere forward", kernel, blocks, Config::kThreads, kSharedBytes, stream, params);
 }
 
 // The kernel of one kind of softmax, if the row has it.

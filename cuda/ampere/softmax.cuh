@@ -165,12 +165,13 @@ struct SoftmaxRows {
     for (int c = 0; c < 4; ++c) {
       x[c] = prim::exp2_approx(x[c]);
     }
-    if constexpr (kKind.row_sum == RowSum::tf32) {
+    if constexpr (kKind.row_sum == RowSum::tf32 && !kMasked) {
       attn::add_row_sums(row_sum[m], x, sum_operand);
     }
   }
 
   // P of 16 keys to 16 bits, and into the row sums.
+  template <bool kMasked>
   PANTILE_DEVICE void pack(const Scores& s, int m, int group, std::uint32_t (&p)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -186,6 +187,12 @@ struct SoftmaxRows {
     }
     if constexpr (kKind.row_sum == RowSum::operand) {
       attn::add_row_sums<kDType>(row_sum[m], p);
+    }
+    if constexpr (kKind.row_sum == RowSum::tf32 && kMasked) {
+      float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      attn::add_row_sums<kDType>(sums, p);
+      row_sum[m][0] += sums[0];
+      row_sum[m][1] += sums[2];
     }
   }
 
@@ -286,7 +293,7 @@ struct SoftmaxRows {
     const float any = __shfl_sync(prim::kAllLanes, factor[0], 0);
     if (__all_sync(prim::kAllLanes, factor[0] == any && factor[1] == any)) {
       const attn::TensorOperand operand =
-          attn::shuffle_operand(__float_as_uint(any), prim::lane_index());
+          attn::shuffle_operand(__float_as_uint(any), prim::fresh_thread_index() % 32);
 #pragma unroll
       for (int j = 0; j < kValueTiles; ++j) {
         attn::scale_rows(o[m][j], operand);

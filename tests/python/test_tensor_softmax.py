@@ -30,7 +30,7 @@ EXACT = [name for name in MODES if not name.startswith(("surrogate", "fast"))]
 # Modes in which no row's bits depend on its neighbours.
 ROW_BY_ROW = ("vector", "vector_always", "tensor", "tensor_always", "tensor_offset")
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
-EPSILON = {torch.float16: 2**-12, torch.bfloat16: 2**-9}  # half a unit in the last place, relative
+EPSILON = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of one rounding, relative
 
 
 def options(mode: str) -> pantile.Options:
@@ -97,8 +97,16 @@ def rms(x: torch.Tensor) -> float:
     return float(x.double().pow(2).mean().sqrt())
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(
+    ("law", "causal"),
+    [
+        ("normal", True),
+        ("outliers", False),
+        ("uneven", True),
+        ("uneven", False),
+        ("growing", False),
+    ],
+)
 def test_output_is_as_accurate_as_the_textbook(mode, dtype, head_dim, law, causal):
     """Within the contract in the modes that promise it; never beyond 4x the textbook's error."""
     case = LAWS[law](dense(GPU, dtype, 1, 333, 517, 2, 1, head_dim, causal=causal))
