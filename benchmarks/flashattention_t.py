@@ -8,7 +8,7 @@ Three reports, each with --skip to leave it out:
             (softmax_cycles.py) predicts for this GPU
   counters  use of the tensor, FMA, ALU and MUFU pipes, of issue slots, DRAM and L2, bank conflicts;
             the vector interval ratio is the share of active cycles in which the tensor pipe idles
-  stages    the same kernels with one stage of the softmax left out (softmax_stages.cu): what that
+  stages    the same kernels with one stage of the softmax left out (tests/gpu/softmax_stages.cu): what that
             stage costs beyond what the products hide; needs nvcc and this source tree"""
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def time_stages(program: pathlib.Path | None) -> list[dict]:
     major, minor = torch.cuda.get_device_capability()
     with tempfile.TemporaryDirectory() as folder:
         built = pathlib.Path(folder) / "stages"
-        sources = ("benchmarks/softmax_stages.cu", "cuda/backend.cc", "cpp/host/status.cc")
+        sources = ("tests/gpu/softmax_stages.cu", "cuda/backend.cc", "cpp/host/status.cc")
         command = ["nvcc", "-std=c++20", "--expt-relaxed-constexpr", "-O3", "-DPANTILE_STATIC"]
         command += ["-arch", f"sm_{major}{minor}", "-Icpp", "-Icpp/include", "-Icuda"]
         subprocess.run([*command, "-o", str(built), *sources], cwd=ROOT, check=True)
