@@ -8,8 +8,8 @@ Three reports, each with --skip to leave it out:
             (softmax_cycles.py) predicts for this GPU
   counters  use of the tensor, FMA, ALU and MUFU pipes, of issue slots, DRAM and L2, bank conflicts;
             the vector interval ratio is the share of active cycles in which the tensor pipe idles
-  stages    the same kernels with one stage of the softmax left out (tests/gpu/softmax_stages.cu): what that
-            stage costs beyond what the products hide; needs nvcc and this source tree"""
+  stages    the same kernels with one stage of the softmax left out: what that stage costs beyond
+            what the products hide (tests/gpu/softmax_stages.cu; needs nvcc and this tree)"""
 
 from __future__ import annotations
 
