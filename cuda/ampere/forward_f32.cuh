@@ -165,7 +165,7 @@ class ForwardBlockF32 {
         }
         if (lse != nullptr && lane % 4 == 0 && first + row < work.sequence.allocated) {
           const bool empty = sum == 0.0f || first + row >= work.sequence.length;
-          lse[first + row] = empty ? -INFINITY : (log2f(sum) - minus_max_[m][r]) * core::kLn2;
+          lse[first + row] = empty ? -INFINITY : log_sum_exp(sum, minus_max_[m][r]);
         }
       }
     }
@@ -321,6 +321,18 @@ class ForwardBlockF32 {
         row_sum_[m][r] += sums[0] + sums[1];
       }
     }
+  }
+
+  // Natural logarithm of sum * 2^-minus_max. The mantissa's logarithm is small, so that two
+  // roundings count: log2(sum) - minus_max, times ln 2, would take three of twice their size.
+  PANTILE_DEVICE static float log_sum_exp(float sum, float minus_max) {
+    constexpr int kRootOfHalf = 0x3f3504f3;  // mantissas from there to twice that
+    const int bits = __float_as_int(sum);
+    const int exponent = (bits - kRootOfHalf) >> 23;
+    const float mantissa = __int_as_float(bits - (exponent << 23));
+    const float lse = fmaf(static_cast<float>(exponent), core::kLn2,
+                           fmaf(-minus_max, core::kLn2, logf(mantissa)));
+    return sum < INFINITY ? lse : sum;  // NaN stays
   }
 
   // LSE of the sequence's first row; null when it is not wanted.
