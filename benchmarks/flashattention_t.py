@@ -124,7 +124,10 @@ def make_counted(name: str):
 
 
 def count_all() -> list[dict]:
-    names = [f"{m}|{d}|{k}" for d in COUNTED for k in ("full", "causal") for m in MODES]
+    names = []
+    for head_dim in COUNTED:
+        names += [f"{mode}|{head_dim}|full" for mode in MODES if mode != "tensor"]  # it is auto
+        names += [f"{mode}|{head_dim}|causal" for mode in (BASELINE, AUTO, "vector")]
     try:
         found, absent = counters.collect(names, utilisation.METRICS)
     except counters.CounterError as error:
