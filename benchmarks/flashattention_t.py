@@ -119,7 +119,7 @@ def time_all(arguments: argparse.Namespace) -> list[dict]:
 def make_counted(name: str):
     mode, head_dim, mask = name.split("|")
     case = make_case(int(head_dim), COUNTED_LENGTH, mask == "causal")
-    setup = sweep.Setup("cuda", "ampere", "float16", ())
+    setup = sweep.Setup("cuda", "ampere", "bfloat16", ())
     return forward_of(sweep.make_problem(case, "forward", setup), mode)
 
 
@@ -136,7 +136,7 @@ def count_all() -> list[dict]:
     rows, baseline = [], 0.0
     for name, launches in found.items():
         mode, head_dim, mask = name.split("|")
-        row = utilisation.row_of(f"{mode}|forward|float16|{head_dim}|{mask}", launches)
+        row = utilisation.row_of(f"{mode}|forward|bfloat16|{head_dim}|{mask}", launches)
         idle = 100 - row["percent"]["tensor"]
         baseline = idle if mode == BASELINE else baseline
         row |= {"kind": "softmax_counters", "tensor_idle": round(idle, 1)}
