@@ -7,6 +7,7 @@ tokens per second and peak memory, and writes ``losses.json`` and ``losses.png``
 
     python examples/train_gpt.py                              # a few minutes on a laptop
     python examples/train_gpt.py --preset large --attention pantile,flash,cudnn   # H100 or H200
+    python examples/train_gpt.py --attention pantile,pantile-fp8                  # bf16 against FP8
 """
 
 from __future__ import annotations
@@ -64,14 +65,21 @@ def attend_pantile(q, k, v):
     return pantile.attention(q, k, v, causal=True)
 
 
+def attend_pantile_fp8(q, k, v):
+    return pantile.attention(q, k, v, causal=True, options=FP8)
+
+
 def attend_sdpa(q, k, v):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
+FP8 = pantile.Options(fp8=True)  # forward in FP8, backward in bf16
+
 # name -> (function, SDPA backend to force, or None to leave torch its choice)
 ATTENTION = {
     "pantile": (attend_pantile, None),
+    "pantile-fp8": (attend_pantile_fp8, None),
     "sdpa": (attend_sdpa, None),
     "flash": (attend_sdpa, SDPBackend.FLASH_ATTENTION),
     "cudnn": (attend_sdpa, SDPBackend.CUDNN_ATTENTION),
@@ -295,12 +303,12 @@ def main() -> None:
     ]
 
     print(
-        f"\n{'attention':>10} {'first loss':>11} {'last loss':>10} {'tokens/s':>10} "
+        f"\n{'attention':>11} {'first loss':>11} {'last loss':>10} {'tokens/s':>10} "
         f"{'ms/step':>8} {'peak GiB':>9}"
     )
     for run in runs:
         print(
-            f"{run.attention:>10} {run.losses[0]:>11.4f} {run.losses[-1]:>10.4f} "
+            f"{run.attention:>11} {run.losses[0]:>11.4f} {run.losses[-1]:>10.4f} "
             f"{run.tokens_per_second:>10,.0f} {run.step_seconds * 1e3:>8.1f} "
             f"{run.peak_bytes / GIB:>9.2f}"
         )
@@ -309,6 +317,12 @@ def main() -> None:
         print(
             f"largest loss difference, {runs[0].attention} against {run.attention}: "
             f"{largest:.2e} over {preset.steps} steps"
+        )
+        last = max(1, preset.steps // 10)
+        first_mean, mean = (sum(r.losses[-last:]) / last for r in (runs[0], run))
+        print(
+            f"mean loss of the last {last} steps: {first_mean:.4f} and {mean:.4f}, "
+            f"{mean / first_mean - 1:+.2%}"
         )
 
     arguments.out.mkdir(parents=True, exist_ok=True)
