@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 
+import results_fp8 as fp8
 import results_reports as reports
 import results_speed
 from results_files import ROOT
@@ -22,6 +23,10 @@ BLOCKS: dict[str, Callable[[pathlib.Path], list[str]]] = {
     "accuracy": reports.accuracy,
     "accuracy-fp8": reports.accuracy_fp8,
     "build": reports.build_facts,
+    "fp8-gradient": fp8.gradient,
+    "fp8-law": fp8.law,
+    "fp8-length": fp8.length,
+    "fp8-offset": fp8.offset,
     "gpus": reports.gpus,
     "headline": results_speed.headline,
     "io-check": reports.io_check,
