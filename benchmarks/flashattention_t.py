@@ -3,7 +3,7 @@ always, and against FlashAttention-2 and 3, in one process (docs/flashattention-
 
     python benchmarks/flashattention_t.py --out benchmarks/results/flashattention_t.jsonl
 
-Three reports, each with --skip to leave it out:
+Three reports, each with --skip to leave it out (its part of an existing file then stays):
   timing    TFLOP/s of each mode, its ratio to the baseline, and the ratio that the cycle model
             (softmax_cycles.py) predicts for this GPU
   counters  use of the tensor, FMA, ALU and MUFU pipes, of issue slots, DRAM and L2, bank conflicts;
@@ -14,6 +14,7 @@ Three reports, each with --skip to leave it out:
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 import shutil
 import subprocess
@@ -190,6 +191,17 @@ def read_stage(line: str) -> dict:
 # ---- all
 
 
+def read_reports(path: pathlib.Path) -> dict[str, list[dict]]:
+    """What an earlier run left in the file: a report that is skipped now is kept."""
+    found: dict[str, list[dict]] = {}
+    report = ""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        row = json.loads(line)
+        report = row.get("report", report)
+        found.setdefault(report, []).append(row)
+    return found
+
+
 def names_of(text: str) -> list[str]:
     return [x.strip() for x in text.split(",") if x.strip()]
 
@@ -223,22 +235,23 @@ def main() -> None:
         sys.exit("these are modes of a CUDA kernel, and there is no CUDA GPU")
     pantile.load_torch()
     arguments.gpu = torch.cuda.get_device_name()
-    rows = [
-        {
-            "kind": "run",
-            "commit": measure.commit(),
-            "gpu": arguments.gpu,
-            "state_before": measure.gpu_state(),
-        }
-    ]
-    for report, run in (
-        ("timing", lambda: time_all(arguments)),
-        ("counters", count_all),
-        ("stages", lambda: time_stages(arguments.stages)),
-    ):
+    reports = {
+        "timing": lambda: time_all(arguments),
+        "counters": count_all,
+        "stages": lambda: time_stages(arguments.stages),
+    }
+    found = read_reports(arguments.out)
+    for report, run in reports.items():
         if report not in arguments.skip:
-            rows += run()
-            sweep.write(arguments.out, rows)
+            header = {
+                "kind": "run",
+                "report": report,
+                "commit": measure.commit(),
+                "gpu": arguments.gpu,
+                "state_before": measure.gpu_state(),
+            }
+            found[report] = [header, *run()]
+            sweep.write(arguments.out, [row for r in REPORTS for row in found.get(r, [])])
     print(f"wrote {arguments.out}")
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import results_fp8 as fp8
 import results_reports as reports
+import results_softmax
 import results_speed
 from results_files import ROOT
 
@@ -34,6 +35,10 @@ BLOCKS: dict[str, Callable[[pathlib.Path], list[str]]] = {
     "memory": reports.memory,
     "repeat": results_speed.repeat,
     "roofline": reports.roofline_table,
+    "softmax-counters": results_softmax.counters,
+    "softmax-model": results_softmax.model,
+    "softmax-speed": results_softmax.speed,
+    "softmax-stages": results_softmax.stages,
     "speed": results_speed.speed,
     "utilisation": reports.utilisation,
 }

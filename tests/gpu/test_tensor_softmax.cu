@@ -29,6 +29,7 @@ struct Fragments {
   core::WarpQuads scaled;                          // factor * x + row
   core::WarpQuads rescaled;                        // factor * x
   core::WarpQuads sums_tf32, sums_bf16, sums_f16;  // start at `started`
+  core::WarpQuads started_rows;                    // a product with ones that starts from `row`
   float started;
   float largest[32];
 };
@@ -70,6 +71,9 @@ __global__ void run_steps(Fragments* all) {
   }
   attn::add_row_sums<DType::f16>(sums, p);
   store(f.sums_f16, sums);
+  prim::mma_set_rows<DType::bf16>(sums, p, 0x3f803f80u, 0x3f803f80u, f.row[lane][0],
+                                  f.row[lane][1]);
+  store(f.started_rows, sums);
   f.largest[lane] = attn::warp_max(f.x[lane][0]);
 }
 
@@ -118,8 +122,10 @@ class TensorSoftmaxGpu : public ::testing::Test {
           }
           f.p[lane][i] = pair;
         }
-        f.row[lane][0] = std::ldexp(normal(random), exponent(random));
-        f.row[lane][1] = std::ldexp(normal(random), exponent(random));
+        for (int r = 0; r < 2; ++r) {  // the four lanes of a quad agree
+          f.row[lane][r] = lane % 4 == 0 ? std::ldexp(normal(random), exponent(random))
+                                         : f.row[lane - lane % 4][r];
+        }
       }
     }
     run_steps<<<kWarps, 32>>>(warps_);
@@ -207,6 +213,26 @@ TEST_F(TensorSoftmaxGpu, OperandRowSumsEqualTheirEmulation) {
   }
   EXPECT_EQ(wrong[0], 0) << "of " << kWarps * 128 << " elements, bf16";
   EXPECT_EQ(wrong[1], 0) << "of " << kWarps * 128 << " elements, f16";
+}
+
+TEST_F(TensorSoftmaxGpu, ProductsStartFromAValueOfTheirRow) {
+  int wrong = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    float p[32][8];
+    core::WarpQuads expected;
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 8; ++i) {
+        p[lane][i] =
+            decode_bf16(static_cast<std::uint16_t>(warps_[w].p[lane][i / 2] >> 16 * (i % 2)));
+      }
+      for (int i = 0; i < 4; ++i) {
+        expected[lane][i] = warps_[w].row[lane][i / 2];
+      }
+    }
+    core::emulate_row_sums_16bit(expected, p, kept_bits_);
+    wrong += differences(warps_[w].started_rows, expected);
+  }
+  EXPECT_EQ(wrong, 0) << "of " << kWarps * 128 << " elements";
 }
 
 TEST_F(TensorSoftmaxGpu, WarpMaxIsTheLargestOfAllLanes) {
