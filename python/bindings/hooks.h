@@ -20,6 +20,7 @@ struct Hooks {
   PyObject* describe = nullptr;                     // older torch: the fields of a tensor
   PyObject* current_stream = nullptr;               // older torch: CUDA stream of a device
   PyObject* lend_workspace = nullptr;               // CUDA scratch memory
+  PyObject* is_capturing = nullptr;                 // is the current stream being captured?
   ThreadCount thread_count = nullptr;               // torch's intra-op threads
   PyObject* plan_log = nullptr;                     // called with one line for each new plan
 };

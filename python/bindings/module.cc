@@ -256,7 +256,8 @@ PyObject* keep(nb::handle object) {
 // `exchange` is torch.Tensor.__dlpack_c_exchange_api__, or None before torch 2.11; then `describe`
 // and `current_stream` answer instead. `thread_count` is the address of torch_get_num_threads or 0.
 void set_torch(nb::handle tensor_type, nb::handle exchange, nb::handle describe,
-               nb::handle current_stream, nb::handle lend_workspace, std::uintptr_t thread_count) {
+               nb::handle current_stream, nb::handle lend_workspace, nb::handle is_capturing,
+               std::uintptr_t thread_count) {
   const dlpack::ExchangeTable* table = nullptr;
   if (!exchange.is_none()) {
     table = dlpack::usable_table(nb::cast<nb::capsule>(exchange).data(dlpack::kCapsuleName));
@@ -270,6 +271,7 @@ void set_torch(nb::handle tensor_type, nb::handle exchange, nb::handle describe,
   torch.describe = keep(describe);
   torch.current_stream = keep(current_stream);
   torch.lend_workspace = keep(lend_workspace);
+  torch.is_capturing = keep(is_capturing);
   torch.thread_count = reinterpret_cast<ThreadCount>(thread_count);
 }
 
@@ -318,7 +320,7 @@ NB_MODULE(_C, module) {
   module.def("devices", &py::devices);
   module.def("build_info", &pantile::build_info);
   module.def("set_torch", &py::set_torch, "tensor_type"_a, "exchange"_a.none(), "describe"_a,
-             "current_stream"_a, "lend_workspace"_a, "thread_count"_a);
+             "current_stream"_a, "lend_workspace"_a, "is_capturing"_a, "thread_count"_a);
   module.def("set_cpu_threads", [](int threads) { py::cpu_properties().set_threads(threads); });
   module.def("set_parallel_for", [](std::uintptr_t address) {
     pantile::set_parallel_for(reinterpret_cast<pantile::ParallelFor>(address));

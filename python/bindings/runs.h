@@ -32,6 +32,27 @@ struct Lent {
   void* pointer = nullptr;
 };
 
+// The CUDA block that this thread was lent last for a device, stream and pass. Python owns it, for
+// as long as the thread lives, and gives another one only when it is asked for another size.
+struct LentBefore {
+  int device;
+  void* stream;
+  Pass pass;
+  Workspace size;
+  void* pointer;
+};
+
+inline LentBefore& lent_before(Device device, void* stream, Pass pass) {
+  thread_local std::vector<LentBefore> blocks;
+  for (LentBefore& block : blocks) {
+    if (block.device == device.index && block.stream == stream && block.pass == pass) {
+      return block;
+    }
+  }
+  blocks.push_back(LentBefore{device.index, stream, pass, Workspace{}, nullptr});
+  return blocks.back();
+}
+
 inline Lent lend(const Workspace& needed, Device device, void* stream, Pass pass) {
   Lent lent;
   if (needed.bytes == 0) {
@@ -44,10 +65,23 @@ inline Lent lend(const Workspace& needed, Device device, void* stream, Pass pass
   if (hooks().lend_workspace == nullptr) {
     throw std::runtime_error("workspace on a CUDA device needs torch, which is not loaded");
   }
-  lent.owner =
-      nb::handle(hooks().lend_workspace)(device.index, reinterpret_cast<std::uintptr_t>(stream),
-                                         pass_name(pass), needed.bytes, needed.zeroed_bytes);
+  // A captured run must not share a block with runs outside of its graph.
+  const bool capturing = nb::cast<bool>(nb::handle(hooks().is_capturing)());
+  LentBefore& before = lent_before(device, stream, pass);
+  if (!capturing && before.pointer != nullptr && before.size.bytes == needed.bytes &&
+      before.size.zeroed_bytes == needed.zeroed_bytes) {
+    lent.pointer = before.pointer;
+    return lent;
+  }
+  before.pointer = nullptr;  // Python may free it, and then fail
+  lent.owner = nb::handle(hooks().lend_workspace)(
+      device.index, reinterpret_cast<std::uintptr_t>(stream), pass_name(pass), needed.bytes,
+      needed.zeroed_bytes, capturing);
   lent.pointer = read_tensor(lent.owner, "workspace").data;
+  if (!capturing) {
+    before.size = needed;
+    before.pointer = lent.pointer;
+  }
   return lent;
 }
 

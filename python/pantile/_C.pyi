@@ -163,6 +163,7 @@ def set_torch(
     describe: Callable,
     current_stream: Callable,
     lend_workspace: Callable,
+    is_capturing: Callable,
     thread_count: int,
 ) -> None: ...
 def set_cpu_threads(threads: int) -> None: ...

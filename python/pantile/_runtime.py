@@ -94,9 +94,14 @@ class WorkspaceLender:
 _lender = WorkspaceLender()
 
 
-def lend_workspace(device_index: int, stream: int, pass_: str, size: int, zeroed: int):
+is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None) or (lambda: False)
+
+
+def lend_workspace(
+    device_index: int, stream: int, pass_: str, size: int, zeroed: int, capturing: bool
+):
     device = torch.device("cuda", device_index)
-    if torch.cuda.is_current_stream_capturing():
+    if capturing:
         # The block belongs to the graph: its clearing is captured and its memory replayed.
         return torch.zeros(size, dtype=torch.uint8, device=device)
     return _lender.lend(device, (device_index, stream, pass_), size, zeroed)
@@ -129,7 +134,9 @@ def install() -> bool:
         raise ImportError(f"pantile needs torch 2.6 or newer; this is torch {torch.__version__}")
     threads = _libtorch_address("torch_get_num_threads")
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    _C.set_torch(torch.Tensor, exchange, describe, current_stream, lend_workspace, threads)
+    _C.set_torch(
+        torch.Tensor, exchange, describe, current_stream, lend_workspace, is_capturing, threads
+    )
     parallel_for = _libtorch_address("torch_parallel_for")
     if parallel_for:
         _C.set_parallel_for(parallel_for)

@@ -184,7 +184,7 @@ def test_without_the_exchange_table():
 
         table = run()
         _C.set_torch(torch.Tensor, None, _runtime.describe, _runtime.current_stream,
-                     _runtime.lend_workspace, 0)
+                     _runtime.lend_workspace, _runtime.is_capturing, 0)
         attributes = run()
         assert all(torch.equal(a, b) for a, b in zip(table[0], attributes[0], strict=True))
         assert table[1] == attributes[1] and len(table[1]) == 3, (table[1], attributes[1])
