@@ -93,6 +93,9 @@ constexpr ForwardShapes forward_shapes(int head_dim, int head_dim_v, MaskKind ma
   if (head_dim <= 64 && head_dim_v <= 64) {
     return {{64, 64, 128, 3, 3, 0, false, 4, 4}, {64, 64, 128, 2, 4, 2, false, 4, 4}, !full};
   }
+  if (head_dim <= 80 && head_dim_v <= 80) {  // one sixth less work than in the tiles of 96 columns
+    return {{80, 80, 128, 2, 3, 2}, {80, 80, 160, 2, 2, 2}, mask != MaskKind::window};
+  }
   if (head_dim <= 96 && head_dim_v <= 96) {
     return {{96, 96, 128, 2, 3, 2}, {96, 96, 160, 2, 2, 2}, mask != MaskKind::window};
   }
@@ -136,7 +139,8 @@ struct ForwardVariant {
 
 namespace detail {
 constexpr bool all_shapes_valid() {
-  const int dims[][2] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
+  const int dims[][2] = {{64, 64},   {80, 80},   {96, 96},  {128, 128},
+                         {192, 128}, {192, 192}, {256, 256}};
   const MaskKind masks[] = {MaskKind::full, MaskKind::causal, MaskKind::window};
   for (const auto& dim : dims) {
     for (const MaskKind mask : masks) {
