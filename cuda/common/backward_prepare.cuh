@@ -163,6 +163,32 @@ struct KeyBoundsParams {
   std::uint32_t* bounds;  // [batch][heads_k][2], zero before
 };
 
+// The largest |x| of eight elements, as float bits.
+template <DType kDType>
+PANTILE_DEVICE std::uint32_t max_abs_bits(const uint4& words) {
+  const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
+  std::uint32_t result = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = prim::unpack<kDType>(word[i]);
+    result = max(result, max(__float_as_uint(fabsf(pair.x)), __float_as_uint(fabsf(pair.y))));
+  }
+  return result;
+}
+
+// The sum of eight squares.
+template <DType kDType>
+PANTILE_DEVICE float norm2_of(const uint4& words) {
+  const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
+  float result = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = prim::unpack<kDType>(word[i]);
+    result += pair.x * pair.x + pair.y * pair.y;
+  }
+  return result;
+}
+
 // Maxima over the attended keys of a head, as float bits: of non-negative floats these order like
 // the floats, and a NaN is above all.
 template <DType kDType>
@@ -186,36 +212,41 @@ __global__ void __launch_bounds__(kPrepareThreads)
   const std::uint16_t* v = rows_of(params.v, params.v_layout);
   const int begin = tile * params.key_tiles.tile;
   const int end = core::min_of(begin + params.key_tiles.tile, part.mask.keys);
+  // row_threads threads read one row, 16 bytes each; a block reads `stride` rows at a time and has
+  // kInFlight times as many on their way.
+  constexpr int kInFlight = 4;
+  const int widest = core::max_of(params.head_dim, params.head_dim_v);
+  const int row_threads = widest <= 64 ? 8 : widest <= 128 ? 16 : 32;
+  const int stride = kPrepareThreads / row_threads;
+  const int column = static_cast<int>(threadIdx.x) % row_threads * 8;
   const int lane = prim::lane_index();
   std::uint32_t max_k = 0;
   std::uint32_t max_v = 0;
-  for (int key = begin + static_cast<int>(threadIdx.x) / 32; key < end;
-       key += kPrepareThreads / 32) {
-    float norm2 = 0.0f;
-    for (int column = lane * 8; column < params.head_dim; column += 32 * 8) {
-      const uint4 words = *reinterpret_cast<const uint4*>(k + key * params.k_layout.seq + column);
-      const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
+  for (int first = begin; first < end; first += kInFlight * stride) {
+    uint4 k_words[kInFlight];
+    uint4 v_words[kInFlight];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 pair = prim::unpack<kDType>(word[i]);
-        max_k = max(max_k, max(__float_as_uint(fabsf(pair.x)), __float_as_uint(fabsf(pair.y))));
+    for (int i = 0; i < kInFlight; ++i) {
+      const int key = first + i * stride + static_cast<int>(threadIdx.x) / row_threads;
+      k_words[i] = v_words[i] = make_uint4(0, 0, 0, 0);
+      if (key < end && column < params.head_dim) {
+        k_words[i] = *reinterpret_cast<const uint4*>(k + key * params.k_layout.seq + column);
       }
-    }
-    for (int column = lane * 8; column < params.head_dim_v; column += 32 * 8) {
-      const uint4 words = *reinterpret_cast<const uint4*>(v + key * params.v_layout.seq + column);
-      const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 pair = prim::unpack<kDType>(word[i]);
-        norm2 += pair.x * pair.x + pair.y * pair.y;
+      if (key < end && column < params.head_dim_v) {
+        v_words[i] = *reinterpret_cast<const uint4*>(v + key * params.v_layout.seq + column);
       }
     }
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      norm2 += __shfl_xor_sync(prim::kAllLanes, norm2, step);
+    for (int i = 0; i < kInFlight; ++i) {
+      max_k = max(max_k, max_abs_bits<kDType>(k_words[i]));
+      float norm2 = norm2_of<kDType>(v_words[i]);
+      for (int step = row_threads / 2; step > 0; step /= 2) {
+        norm2 += __shfl_xor_sync(prim::kAllLanes, norm2, step);
+      }
+      max_v = max(max_v, __float_as_uint(fabsf(norm2)));
     }
-    max_v = max(max_v, __float_as_uint(fabsf(norm2)));
   }
+  max_v = __reduce_max_sync(prim::kAllLanes, max_v);
   max_k = __reduce_max_sync(prim::kAllLanes, max_k);
   if (lane == 0 && begin < end) {
     std::uint32_t* bounds = params.bounds + 2 * (batch * params.heads_k + head);

@@ -284,11 +284,10 @@ class PairedSteps {
   }
 
   // Whether score i of a thread is exponentiated by polynomial, not by the special-function unit.
-  // At head dim 64 that unit holds 64 results of a thread in flight, and with a window's second
-  // bound or integer sums registers run out; then a quarter goes the other way.
+  // At head dim 64 that unit holds 64 results of a thread in flight, and with integer sums ptxas
+  // spills unless two of them go the other way. More of them cost speed: 5-9 % for a quarter.
   PANTILE_DEVICE static constexpr bool by_polynomial(int i) {
-    constexpr bool kFewRegisters = kMask == MaskKind::window || kSum == SumKind::integer;
-    return Config::kHeadDim == 64 && kFewRegisters && i % 4 == 3;
+    return Config::kHeadDim == 64 && kSum == SumKind::integer && i % 32 == 31;
   }
 
   // A x B^T over the head dim, both k-major; `terms` are added.
