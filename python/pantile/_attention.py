@@ -55,8 +55,6 @@ def _scale(scale: object) -> float | None:
 
 
 def _check_flags(return_lse: object, return_max_logit: object, deterministic: object) -> None:
-    if type(return_lse) is type(return_max_logit) is type(deterministic) is bool:
-        return
     for name, value in (
         ("return_lse", return_lse),
         ("return_max_logit", return_max_logit),
@@ -90,8 +88,6 @@ def _refuse_extras(return_max_logit: bool, options: Options) -> None:
 
 def _call(q, k, v, settings, options: Options, deterministic, return_lse, return_max_logit):
     """To the operator that serves the call."""
-    if type(q) is _tensor_type and options is DEFAULT_OPTIONS and not return_max_logit:
-        return _torch_ops.attention(q, k, v, settings, deterministic, False, return_lse, None)
     flags = deterministic, options.checked, return_lse
     if type(q) is Quantized:
         if k is not None or v is not None:
@@ -117,21 +113,16 @@ def _require_torch(engine: Any) -> None:
         raise TypeError("q is a numpy.ndarray; FP8 needs a torch.Tensor")
 
 
-# Of calls without a window, a scale or options: by backend settings and `causal`.
-_COMMON_SETTINGS = {
-    (backend, causal): (None, None, None, None, 0, 0, None, -1, 0 if causal else -1, backend)
-    for backend in DEFAULT_OPTIONS.backend_settings
-    for causal in (False, True)
-}
-
-
 def _dense_settings(causal, window, scale, backend: str) -> tuple:
-    if window is None and scale is None and type(causal) is bool:
-        common = _COMMON_SETTINGS.get((backend, causal))
-        if common is not None:
-            return common
     left, right = window_bounds(causal, window)
     return (None, None, None, None, 0, 0, _scale(scale), left, right, backend)
+
+
+# Of calls that say no more than `causal`, which go a shorter way.
+_PLAIN_SETTINGS = {
+    causal: _dense_settings(causal, None, None, DEFAULT_OPTIONS.backend_settings[False])
+    for causal in (False, True)
+}
 
 
 def attention(
@@ -184,6 +175,13 @@ def attention(
         pantile.UnsupportedError: valid, but no compiled kernel serves it; says why each refused.
         RuntimeError: the device or the build lacks what is needed, or CUDA failed.
     """
+    if (
+        options is window is scale is None
+        and return_lse is return_max_logit is deterministic is False
+        and type(q) is _tensor_type
+        and type(causal) is bool
+    ):
+        return _torch_ops.attention(q, k, v, _PLAIN_SETTINGS[causal], False, False, False, None)
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
     settings = _dense_settings(causal, window, scale, options.backend_settings[return_lse])

@@ -74,7 +74,8 @@ def final_settings(q: Tensor, settings: tuple) -> tuple:
 
 def run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None):
     """(o, lse, max_logit), the last two None when not wanted; ``extras``: (max_logit, f32)."""
-    settings = final_settings(q, settings)
+    if q.dtype is torch.float32:
+        settings = final_settings(q, settings)
     if not THREADS_FOLLOW:
         _C.set_cpu_threads(torch.get_num_threads())
     packed = settings[0] is not None
