@@ -39,6 +39,11 @@ function(pantile_read_kernels)
     string(TOUPPER ${_initial} _initial)
     string(SUBSTRING ${pass} 1 -1 Pass)
     string(PREPEND Pass ${_initial})
+    # FP8 attention is another kernel, not another type of the same one.
+    set(launcher ${pass})
+    if(pass STREQUAL "forward" AND dtype STREQUAL "e4m3")
+      set(launcher forward_fp8)
+    endif()
     string(APPEND _table
       "PANTILE_KERNEL_ROW(${name}, ${backend}, ${pass}, ${dtype}, ${head_dim}, ${head_dim_v}, ${mask})\n")
     configure_file(cuda/instance.cu.in ${_generated}/instances/${name}.cu @ONLY)
@@ -70,7 +75,7 @@ endfunction()
 
 pantile_read_kernels()
 target_sources(pantile PRIVATE
-  cuda/hopper/plan_forward.cc cuda/hopper/plan_backward.cc
+  cuda/hopper/plan_forward.cc cuda/hopper/plan_backward.cc cuda/hopper/plan_fp8.cc
   cuda/ampere/plan_forward.cc cuda/ampere/plan_backward.cc)
 
 if(PANTILE_HAS_CUDA)

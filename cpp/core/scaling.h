@@ -127,9 +127,10 @@ PANTILE_HD constexpr BlockScale block_scale(float amax, float limit) {
   if (amax <= kSmallestScale * limit) {
     scale = kSmallestScale;
   } else if (amax < largest * limit) {
-    // The quotient rounded up to a power of two. It is itself rounded, but never down to a power of
-    // two: the float after limit * 2^k lies more than half a last bit of the quotient above it.
-    scale = bits_float((float_bits(amax / limit) + 0x7fffffu) & 0x7f800000u);
+    // amax / limit rounded up to a power of two: the exponents' difference, one more if amax has
+    // the larger mantissa. No division, which would cost GPU code a function call.
+    scale =
+        bits_float((float_bits(amax) - float_bits(limit) + (127u << 23) + 0x7fffffu) & 0x7f800000u);
   }
   return BlockScale{scale, bits_float((254u << 23) - float_bits(scale))};
 }

@@ -85,6 +85,9 @@ Status tensor_rules(const ForwardProblem& p) {
 
 Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
                       const DeviceProps& device) {
+  if (row.dtype == DType::e4m3) {
+    return accept_forward_fp8(row, problem, device);
+  }
   Status status = device_rule(device);
   if (status.ok()) {
     status = shape_rule(row, problem);
@@ -100,6 +103,10 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
 }
 
 void configure_forward(ForwardPlan* plan) {
+  if (plan->kernel->dtype == DType::e4m3) {
+    configure_forward_fp8(plan);
+    return;
+  }
   const KernelInfo& row = *plan->kernel;
   const ForwardProblem& p = plan->problem;
   const ForwardShapes shapes = forward_shapes(row.head_dim, row.head_dim_v, row.mask);

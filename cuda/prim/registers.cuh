@@ -31,6 +31,14 @@ PANTILE_DEVICE void pin(float (&values)[kCount]) {
   }
 }
 
+template <int kCount>
+PANTILE_DEVICE void pin(std::uint32_t (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("" : "+r"(values[i])::"memory");
+  }
+}
+
 template <int kRows, int kColumns>
 PANTILE_DEVICE void pin(std::uint32_t (&values)[kRows][kColumns]) {
 #pragma unroll

@@ -14,7 +14,11 @@
 
 namespace pantile::prim {
 
-// Coordinates of a tile's first element, innermost axis first, in maps of four and five axes.
+// Coordinates of a tile's first element, innermost axis first, in maps of three to five axes.
+struct TileOrigin3 {
+  int c0, c1, c2;
+};
+
 struct TileOrigin4 {
   int c0, c1, c2, c3;
 };
@@ -25,6 +29,15 @@ struct TileOrigin {
 
 PANTILE_DEVICE void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+PANTILE_DEVICE void tma_load(void* to, const CUtensorMap* map, Mbarrier& full,
+                             const TileOrigin3& origin) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(&full)), "r"(origin.c0), "r"(origin.c1), "r"(origin.c2)
+      : "memory");
 }
 
 PANTILE_DEVICE void tma_load(void* to, const CUtensorMap* map, Mbarrier& full,

@@ -1,0 +1,420 @@
+// The math warpgroups of the Hopper FP8 forward, 64 rows each, without any turns between them. A
+// step is one tile of 128 keys, from the last one down:
+//   1. issue S = Q K^T of this step              (S: registers, pairs of fp16, fresh)
+//   2. issue P V of the step before              (P: registers; V: with rows of ones below)
+//   3. wait for S; free the stage of K; mask S if this tile needs it
+//   4. raise the row maxima; P as e4m3 codes     (fp8_softmax.cuh)
+//   5. wait for the next K, then for P V; free the stage of V
+//   6. take P V over into O                      (fp8_sums.cuh)
+// The loop is unrolled by two where there are registers for two P, so that none is moved.
+#pragma once
+
+#include "hopper/fp8_mask.cuh"
+#include "hopper/fp8_output.cuh"
+#include "hopper/fp8_softmax.cuh"
+#include "hopper/fp8_storage.cuh"
+#include "hopper/fp8_sums.cuh"
+#include "prim/registers.cuh"
+#include "tile/fragment.cuh"
+
+namespace pantile::hopper {
+
+template <class Variant>
+class Fp8MathWarpgroup {
+ public:
+  PANTILE_DEVICE Fp8MathWarpgroup(Fp8Storage<Variant::kConfig>& storage, const Fp8Maps& maps,
+                                  const Fp8Params& params, int group, int warp)
+      : s_(storage),
+        maps_(maps),
+        p_(params),
+        warp_(4 * group + warp),
+        lane_(prim::lane_index()),
+        sums_(make_sums(params)) {
+    q_descriptor_ = prim::descriptor(prim::shared_address(s_.q[0][group]));
+    k_descriptor_ = prim::descriptor(prim::shared_address(s_.k[0]));
+    v_descriptor_ = prim::descriptor(prim::shared_address(s_.v[0]));
+  }
+
+  PANTILE_DEVICE void run() {
+    for (;; ++tile_) {
+      prim::wait(s_.q_full[buffer_of<kQ>(tile_)], parity_of<kQ>(tile_));
+      visit_end_ = prim::uniform(info().visit_end);
+      if (visit_end_ < 0) {
+        break;
+      }
+      begin_tile();
+      if (visit_end_ > 0) {
+        all_steps();
+      } else {
+        release(s_.q_empty[buffer_of<kQ>(tile_)]);
+      }
+      finish_tile();
+    }
+    if (lane_ == 0) {
+      prim::bulk_wait<0>();
+    }
+  }
+
+ private:
+  static constexpr Fp8Config kConfig = Variant::kConfig;
+  static constexpr MaskKind kMask = Variant::kMask;
+  static constexpr int kTileK = Fp8Config::kTileK;
+  static constexpr int kStages = kConfig.stages;
+  static constexpr int kQ = kConfig.q_buffers;
+  static constexpr int kQSteps = kConfig.q_in_registers ? kConfig.k_steps() : 1;
+  static constexpr int kPanel = kConfig.panel_bytes();
+  static constexpr std::uint32_t kHigh =
+      kPanel == 128 ? prim::kSwizzle128High : prim::kSwizzle64High;
+  // Two P, or one that is made from S after the wait for P V.
+  static constexpr bool kTwoP = kConfig.sums == Fp8Sums::every_step;
+  using Sums = std::conditional_t<kConfig.sums == Fp8Sums::every_step, Fp8StepSums<kConfig>,
+                                  Fp8FoldedSums<kConfig>>;
+  using Operand = std::uint32_t[4][4];
+
+  static PANTILE_DEVICE Sums make_sums(const Fp8Params& params) {
+    if constexpr (kConfig.sums == Fp8Sums::every_step) {
+      return Sums();
+    } else {
+      return Sums(params.zero);
+    }
+  }
+
+  PANTILE_DEVICE const Fp8TileInfo& info() const {
+    return s_.tiles[buffer_of<Fp8Config::kTiles>(tile_)];
+  }
+
+  PANTILE_DEVICE void release(prim::Mbarrier& barrier) {
+    if (lane_ == 0) {
+      prim::arrive(barrier);
+    }
+  }
+
+  // ---- tiles
+
+  PANTILE_DEVICE void begin_tile() {
+    sums_.begin_tile();
+    softmax_.begin_tile();
+    v_scale_ = 1.0f;
+    if (visit_end_ == 0) {
+      return;
+    }
+    const Fp8TileInfo& tile = info();
+    visit_begin_ = kMask == MaskKind::window ? prim::uniform(tile.visit_begin) : 0;
+    const int first = tile.row0 + warp_ / 4 * kRowsPerWarpgroup;
+    const core::Mask mask{tile.rows, tile.keys, p_.window_left, p_.window_right};
+    const core::Span rows{core::min_of(first, tile.rows - 1),
+                          core::min_of(first + kRowsPerWarpgroup, tile.rows)};
+    const core::Span full = core::plan_row_tile(mask, rows, kTileK).full;
+    full_begin_ = prim::uniform(full.begin);
+    full_end_ = prim::uniform(full.end);
+    k_block_ = prim::uniform(tile.k_block);
+    const int row = tile.row0 + tile::fragment_row(warp_, lane_);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      // Rows past the end have no scale, and whatever lies there must not sway the warp's votes.
+      q_scale_[i] =
+          row + 8 * i < tile.rows
+              ? p_.q_scale[(tile.q_block * kTileK + row + 8 * i) / p_.q_scale_rows] * p_.scale_log2
+              : 0.0f;
+    }
+    if constexpr (kConfig.q_in_registers) {
+      load_q();
+      release(s_.q_empty[buffer_of<kQ>(tile_)]);
+    }
+  }
+
+  // Q as the A operand: 16 rows x 32 bytes a step, like 16-bit matrices of half as many columns.
+  PANTILE_DEVICE void load_q() {
+    const std::uint32_t q = prim::shared_address(s_.q[buffer_of<kQ>(tile_)][warp_ / 4]);
+    const int row = warp_ % 4 * 16 + (lane_ & 15);
+#pragma unroll
+    for (int step = 0; step < kQSteps; ++step) {
+      const int chunk = 2 * (step % (kPanel / 32)) + lane_ / 16;
+      const int place = kPanel == 128 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3);
+      prim::load_matrix_x4(q_[step], q + step / (kPanel / 32) * kRowsPerWarpgroup * kPanel +
+                                         row * kPanel + place * 16);
+    }
+    __syncwarp();
+  }
+
+  // ---- products
+
+  PANTILE_DEVICE static std::uint32_t descriptor_at(std::uint32_t first, int stage, int bytes) {
+    return static_cast<std::uint32_t>(
+        prim::uniform(static_cast<int>(first + prim::descriptor_step(stage * bytes))));
+  }
+
+  PANTILE_DEVICE void issue_scores() {
+    const std::uint32_t k =
+        descriptor_at(k_descriptor_, buffer_of<kStages>(use_), kConfig.k_bytes());
+    const std::uint32_t q = descriptor_at(q_descriptor_, buffer_of<kQ>(tile_),
+                                          kConfig.math_warpgroups * kConfig.q_bytes());
+    prim::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kConfig.k_steps(); ++step) {
+      constexpr int kInPanel = kPanel / 32;
+      const int inside = step % kInPanel * 32;
+      const std::uint32_t b = k + prim::descriptor_step(step / kInPanel * kTileK * kPanel + inside);
+      const std::uint32_t a =
+          q + prim::descriptor_step(step / kInPanel * kRowsPerWarpgroup * kPanel + inside);
+      if constexpr (kConfig.q_in_registers) {
+        if (step == 0) {
+          prim::wgmma_e4m3_f16_rs<kHigh, true>(S, q_[step], b);
+        } else {
+          prim::wgmma_e4m3_f16_rs<kHigh, false>(S, q_[step], b);
+        }
+      } else {
+        if (step == 0) {
+          prim::wgmma_e4m3_f16_ss<kHigh, true>(S, a, b);
+        } else {
+          prim::wgmma_e4m3_f16_ss<kHigh, false>(S, a, b);
+        }
+      }
+    }
+    prim::wgmma_commit();
+  }
+
+  PANTILE_DEVICE void issue_output(std::uint32_t use, const Operand& P) {
+    prim::wait(s_.v_full[buffer_of<kStages>(use)], parity_of<kStages>(use));
+    Sums::Product::template issue<Sums::kFreshProduct>(
+        sums_.D, P, descriptor_at(v_descriptor_, buffer_of<kStages>(use), kConfig.v_bytes()));
+  }
+
+  PANTILE_DEVICE void wait_k(std::uint32_t use) {
+    prim::wait(s_.k_full[buffer_of<kStages>(use)], parity_of<kStages>(use));
+  }
+
+  // ---- scores
+
+  PANTILE_DEVICE float2 load_scales(int step) const {
+    return __ldg(p_.kv_scale + (k_block_ + step));
+  }
+
+  // Takes over the scales of a step. Returns the ratio of the scale of V before to this one.
+  PANTILE_DEVICE float take_scales(const float2& kv) {
+    constexpr float kSmallest = 5.9604645e-8f, kLargest = 8188.0f;  // 8 block is an fp16 number > 0
+    constexpr float kLargestRatio = 7.9228163e28f;                  // 2^96
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      block_[i] = fminf(fmaxf(q_scale_[i] * kv.x, kSmallest), kLargest);
+    }
+    const float before = v_scale_;
+    v_scale_ = fabsf(kv.y);
+    if (kv.y < 0.0f) {
+      s_.nonfinite[warp_] = 1;
+    }
+    return fminf(__fdividef(before, v_scale_), kLargestRatio);
+  }
+
+  PANTILE_DEVICE void limit_scores() {
+    if (fmaxf(block_[0], block_[1]) * p_.score_bound > kFp8ScoreLimit) {
+      clamp_scores(S, block_);
+    }
+  }
+
+  PANTILE_DEVICE void mask(int step) {
+    const Fp8TileInfo& tile = info();
+    const int column0 = step * kTileK + tile::fragment_column(lane_);
+    const int end = tile.keys - column0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = tile.row0 + tile::fragment_row(warp_, lane_) + 8 * i;
+      const int position = row + tile.keys - tile.rows - column0;
+      if constexpr (kMask == MaskKind::full) {
+        mask_row<false>(S, i, 0, end);
+      } else if constexpr (kMask == MaskKind::causal) {
+        mask_row<false>(S, i, 0, min(end, position + 1));
+      } else {
+        mask_row<true>(S, i, position - p_.window_left, min(end, position + p_.window_right + 1));
+      }
+    }
+  }
+
+  PANTILE_DEVICE bool needs_mask(int step) const {
+    return step >= full_end_ || (kMask == MaskKind::window && step < full_begin_);
+  }
+
+  // ---- steps
+
+  PANTILE_DEVICE void first_step(int step, Operand& P) {
+    const float2 kv = load_scales(step);
+    wait_k(use_);
+    issue_scores();
+    prim::wgmma_wait<0>();
+    prim::pin(S);
+    release(s_.k_empty[buffer_of<kStages>(use_)]);
+    take_scales(kv);
+    limit_scores();
+    if (needs_mask(step)) {
+      mask(step);
+    }
+    softmax_.template exponentiate<true>(S, block_);
+    softmax_.pack(P, S);
+    if (step > visit_begin_) {
+      wait_k(use_ + 1);
+    }
+  }
+
+  PANTILE_DEVICE void next_step(int step, Operand& before, Operand& after) {
+    const std::uint32_t done = use_++;
+    const float2 kv = load_scales(step);
+    issue_scores();
+    issue_output(done, before);
+    prim::wgmma_wait<1>();
+    prim::pin(S);
+    release(s_.k_empty[buffer_of<kStages>(use_)]);
+    const float old_scale = v_scale_;
+    const float unit = take_scales(kv);
+    limit_scores();
+    if (kMask != MaskKind::full && needs_mask(step)) {
+      mask(step);
+    }
+    softmax_.template exponentiate<false>(S, block_);
+    if constexpr (kTwoP) {
+      softmax_.pack(after, S);
+      prim::pin(after);
+    } else {
+      prim::pin(S);
+    }
+    await_next_k(step, after);
+    prim::wgmma_wait<0>();
+    prim::pin(sums_.D);
+    release(s_.v_empty[buffer_of<kStages>(done)]);
+    if constexpr (!kTwoP) {
+      softmax_.pack(after, S);
+    }
+    sums_.next_step(softmax_.fall, softmax_.raised, unit, old_scale, visit_end_ - 1 - step,
+                    step - visit_begin_ + 1, fold_place());
+  }
+
+  // The branch also keeps the exponentials here: without the redefinition, which never happens,
+  // ptxas moves them below the wait for P V.
+  PANTILE_DEVICE void await_next_k(int step, Operand& P) {
+    if (p_.zero != 0) {
+      if constexpr (kTwoP) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          P[i / 4][i % 4] = 0;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          S[i] += static_cast<std::uint32_t>(p_.zero);
+        }
+      }
+    } else if (step > visit_begin_) {
+      wait_k(use_ + 1);
+    }
+  }
+
+  PANTILE_DEVICE void all_steps() {
+    Operand P, Q;  // Q: the other P
+    int step = visit_end_ - 1;
+    first_step(step--, P);
+    bool in_other = false;
+    if constexpr (kTwoP) {
+#pragma unroll 1
+      for (; step > visit_begin_; step -= 2) {
+        next_step(step, P, Q);
+        next_step(step - 1, Q, P);
+      }
+      in_other = step == visit_begin_;
+      if (in_other) {
+        next_step(step, P, Q);
+      }
+    } else {
+#pragma unroll 1
+      for (; step >= visit_begin_; --step) {
+        next_step(step, P, P);
+      }
+    }
+    if (!kConfig.q_in_registers) {
+      release(s_.q_empty[buffer_of<kQ>(tile_)]);
+    }
+    if (in_other) {
+      issue_output(use_, Q);
+    } else {
+      issue_output(use_, P);
+    }
+    prim::wgmma_wait<0>();
+    prim::pin(sums_.D);
+    release(s_.v_empty[buffer_of<kStages>(use_)]);
+    ++use_;
+  }
+
+  // ---- the end of a tile
+
+  PANTILE_DEVICE unsigned char* place() { return s_.o[warp_]; }
+
+  PANTILE_DEVICE std::uint32_t fold_place() {
+    return prim::shared_address(place()) + static_cast<std::uint32_t>(lane_) * 16;
+  }
+
+  PANTILE_DEVICE void finish_tile() {
+    const float unit = sums_.end_tile(v_scale_, fold_place());
+    const Fp8TileInfo& tile = info();
+    const int row0 = tile.row0 + warp_ * 16;
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      factor[i] = sums_.divisor(i) == 0.0f ? 0.0f : __fdividef(unit, sums_.divisor(i));
+      write_lse(tile, i, row0 + lane_ / 4 + 8 * i);
+    }
+    if (lane_ == 0) {
+      prim::bulk_wait_read<0>();
+    }
+    __syncwarp();
+    const std::uint32_t to = prim::shared_address(place());
+    if (p_.o_is_f16) {
+      stage_output<DType::f16, kConfig>(to, sums_, factor, lane_);
+    } else {
+      stage_output<DType::bf16, kConfig>(to, sums_, factor, lane_);
+    }
+    Fp8RowStore<kConfig, kMask> store(p_, tile, place(), row0, lane_);
+    __syncwarp();
+    if (s_.nonfinite[warp_] != 0) {
+      store.restore_nonfinite();
+      s_.nonfinite[warp_] = 0;
+    }
+    prim::fence_async_proxy();
+    __syncwarp();
+    store.store(maps_.o);
+    if (lane_ == 0) {
+      prim::bulk_commit();
+    }
+  }
+
+  PANTILE_DEVICE void write_lse(const Fp8TileInfo& tile, int i, int row) {
+    constexpr float kLn2 = 0.69314718f;
+    if (p_.lse == nullptr || (lane_ & 3) != 0 || row >= tile.rows) {
+      return;
+    }
+    const float sum = sums_.l[i];
+    float lse = sum == 0.0f ? -INFINITY : (prim::log2_approx(sum) - softmax_.offset(i)) * kLn2;
+    if (p_.q_dot_mean != nullptr) {
+      lse += p_.scale * p_.q_dot_mean[std::int64_t{tile.q_block} * kTileK + row];
+    }
+    p_.lse[tile.batch * p_.lse_batch + tile.head * p_.lse_head + tile.q_row + row] = lse;
+  }
+
+  Fp8Storage<kConfig>& s_;
+  const Fp8Maps& maps_;
+  const Fp8Params& p_;
+  int warp_, lane_;  // warp among those of all math warpgroups, lane
+  std::uint32_t q_descriptor_, k_descriptor_, v_descriptor_;
+
+  std::uint32_t S[32];
+  std::uint32_t q_[kQSteps][4];
+  Sums sums_;
+  Fp8Softmax<Variant::kExp> softmax_;
+
+  std::uint32_t use_ = 0, tile_ = 0;  // count uses of the rings of K and V, and tiles
+
+  // Of the current tile.
+  int visit_begin_ = 0, visit_end_, full_begin_, full_end_, k_block_;
+  float q_scale_[2];
+  // Of the current step.
+  float block_[2], v_scale_;
+};
+
+}  // namespace pantile::hopper

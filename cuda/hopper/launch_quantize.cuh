@@ -1,0 +1,165 @@
+// Launches the FP8 quantiser on Hopper: one kernel, or three with K smoothing. Allocates nothing
+// and waits for nothing; may be captured into a CUDA graph.
+#pragma once
+
+#include "common/quantize.cuh"
+#include "common/quantize_mean.cuh"
+#include "driver.h"
+#include "pantile/quantize.h"
+
+namespace pantile::hopper {
+
+// Everything about one call that is not a template parameter.
+class QuantizeCall {
+ public:
+  QuantizeCall(const QuantizePlan& plan, const QuantizeTensors& tensors, void* workspace,
+               cudaStream_t stream)
+      : plan_(plan),
+        p_(plan.problem.forward),
+        t_(tensors),
+        sizes_(quantized_sizes(p_)),
+        partial_(static_cast<float*>(workspace)),
+        stream_(stream) {}
+
+  template <DType kDType>
+  Status run() const {
+    const cuda::DeviceGuard guard(plan_.device.device.index);
+    if (!guard.status().ok()) {
+      return guard.status();
+    }
+    const std::int64_t dim = p_.head_dim;
+    return dim <= 64    ? run_dim<kDType, 64>()
+           : dim <= 128 ? run_dim<kDType, 128>()
+                        : run_dim<kDType, 256>();
+  }
+
+ private:
+  template <DType kDType, int kDim>
+  Status run_dim() const {
+    const bool smooth = p_.fp8.smooth_k && p_.heads_k * sizes_.blocks_k > 0;
+    if (smooth) {
+      const Status status = run_mean<kDType, kDim>();
+      if (!status.ok()) {
+        return status;
+      }
+    }
+    using Rows = common::RowQuantizer<kDType, kDim>;
+    return launch(common::quantize_kernel<kDType, kDim>, dim3(static_cast<unsigned>(plan_.blocks)),
+                  dim3(Rows::kThreads), params(), smooth, "launching the FP8 quantiser");
+  }
+
+  template <DType kDType, int kDim>
+  Status run_mean() const {
+    const common::MeanParams mean{side_k(), static_cast<int>(p_.batch), partial_, t_.mean_k};
+    const auto blocks = static_cast<unsigned>(p_.heads_k * sizes_.blocks_k);
+    const Status status = launch(common::sum_keys_kernel<kDType, kDim>, dim3(blocks),
+                                 dim3(2 * kDim), mean, false, "launching the sums of K");
+    if (!status.ok()) {
+      return status;
+    }
+    const dim3 grid(static_cast<unsigned>(core::ceil_div<std::int64_t>(p_.head_dim, 32)),
+                    static_cast<unsigned>(p_.heads_k), static_cast<unsigned>(p_.batch));
+    return launch(common::mean_keys_kernel<kDType>, grid, dim3(32, 32), mean, true,
+                  "launching the mean of K");
+  }
+
+  // `early`: may start while the kernel before it drains.
+  template <class Kernel, class Params>
+  Status launch(Kernel kernel, dim3 grid, dim3 block, const Params& params, bool early,
+                const char* what) const {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.stream = stream_;
+    config.attrs = &attribute;
+    config.numAttrs = early ? 1 : 0;
+    return cuda::check(cudaLaunchKernelEx(&config, kernel, params), what);
+  }
+
+  common::QuantizeSide side(const void* data, const Layout& layout, std::int64_t length,
+                            const std::int32_t* cu_seqlens, const std::int32_t* seqused,
+                            std::int64_t heads, std::int64_t dim, std::int64_t blocks) const {
+    core::SequenceSide sequences;
+    sequences.batch_stride = layout.batch;
+    sequences.seq_stride = layout.seq;
+    sequences.max_length = static_cast<int>(length);
+    sequences.cu_seqlens = cu_seqlens;
+    sequences.seqused = seqused;
+    return {data,
+            sequences,
+            layout.head,
+            static_cast<int>(heads),
+            static_cast<int>(dim),
+            static_cast<int>(blocks)};
+  }
+
+  common::QuantizeSide side_k() const {
+    return side(t_.k, plan_.problem.k, p_.seqlen_k, t_.cu_seqlens_k, t_.seqused_k, p_.heads_k,
+                p_.head_dim, sizes_.blocks_k);
+  }
+
+  common::QuantizeParams params() const {
+    const QuantizeProblem& problem = plan_.problem;
+    common::QuantizeParams params{};
+    params.sides[0] = side(t_.q, problem.q, p_.seqlen_q, t_.cu_seqlens_q, t_.seqused_q, p_.heads_q,
+                           p_.head_dim, sizes_.blocks_q);
+    params.sides[1] = side_k();
+    params.sides[2] = side(t_.v, problem.v, p_.seqlen_k, t_.cu_seqlens_k, t_.seqused_k, p_.heads_k,
+                           p_.head_dim_v, sizes_.blocks_k);
+    const int dim = static_cast<int>(p_.head_dim);
+    const int group = problem.hadamard ? core::hadamard_group(dim) : 1;
+    const float* mean = p_.fp8.smooth_k ? t_.mean_k : nullptr;
+    common::RowsOutput rows{};
+    rows.mean = mean;
+    rows.hadamard_group = group;
+    rows.group_inverse = 1.0f / static_cast<float>(group);
+    for (int word = 0; word < core::kMaxRotatedDim / 32; ++word) {
+      rows.signs[word] = core::hadamard_sign_word(word);
+    }
+    rows.limit = core::score_code_limit(dim);
+    common::RowsOutput& q = params.rows_out[0] = rows;
+    q.codes = static_cast<std::uint8_t*>(t_.codes_q);
+    q.scales = t_.scale_q;
+    q.scale_rows = p_.fp8.block_q;
+    q.scale_stride = 1;
+    q.scale_factor = static_cast<float>(group);
+    q.scale_bound = core::kLargestPower / q.scale_factor;
+    q.descale = t_.descale_q;
+    q.dot_mean = p_.fp8.smooth_k ? t_.q_dot_mean : nullptr;
+    q.heads_per_mean = static_cast<int>(p_.heads_q / p_.heads_k);
+    common::RowsOutput& k = params.rows_out[1] = rows;
+    k.codes = static_cast<std::uint8_t*>(t_.codes_k);
+    k.scales = t_.scale_kv;
+    k.scale_rows = core::kBlockedRows;
+    k.scale_stride = 2;
+    k.scale_factor = 1.0f;
+    k.scale_bound = core::kLargestPower;
+    k.descale = t_.descale_k;
+    k.heads_per_mean = 1;
+    params.v_out = {static_cast<std::uint8_t*>(t_.codes_v), t_.scale_kv + 1, t_.nonfinite_v,
+                    t_.descale_v, 2};
+    params.batch = static_cast<int>(p_.batch);
+    return params;
+  }
+
+  const QuantizePlan& plan_;
+  const ForwardProblem& p_;
+  const QuantizeTensors& t_;
+  QuantizedSizes sizes_;
+  float* partial_;
+  cudaStream_t stream_;
+};
+
+template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
+Status launch_quantize(const QuantizePlan& plan, const QuantizeTensors& tensors, void* workspace,
+                       void* stream) {
+  if (plan.blocks == 0) {
+    return Status();  // no rows
+  }
+  return QuantizeCall(plan, tensors, workspace, static_cast<cudaStream_t>(stream)).run<kDType>();
+}
+
+}  // namespace pantile::hopper
