@@ -27,12 +27,12 @@ class Fp8MathWarpgroup {
       : s_(storage),
         maps_(maps),
         p_(params),
-        warp_(4 * group + warp),
+        warp_(prim::uniform(4 * group + warp)),
         lane_(prim::lane_index()),
         sums_(make_sums(params)) {
-    q_descriptor_ = prim::descriptor(prim::shared_address(s_.q[0][group]));
-    k_descriptor_ = prim::descriptor(prim::shared_address(s_.k[0]));
-    v_descriptor_ = prim::descriptor(prim::shared_address(s_.v[0]));
+    q_descriptor_ = uniform_descriptor(s_.q[0][group]);
+    k_descriptor_ = uniform_descriptor(s_.k[0]);
+    v_descriptor_ = uniform_descriptor(s_.v[0]);
   }
 
   PANTILE_DEVICE void run() {
@@ -139,9 +139,14 @@ class Fp8MathWarpgroup {
 
   // ---- products
 
-  PANTILE_DEVICE static std::uint32_t descriptor_at(std::uint32_t first, int stage, int bytes) {
+  static PANTILE_DEVICE std::uint32_t uniform_descriptor(const unsigned char* tile) {
     return static_cast<std::uint32_t>(
-        prim::uniform(static_cast<int>(first + prim::descriptor_step(stage * bytes))));
+        prim::uniform(static_cast<int>(prim::descriptor(prim::shared_address(tile)))));
+  }
+
+  PANTILE_DEVICE static std::uint32_t descriptor_at(std::uint32_t first, int stage, int bytes) {
+    return first + static_cast<std::uint32_t>(
+                       prim::uniform(static_cast<int>(prim::descriptor_step(stage * bytes))));
   }
 
   PANTILE_DEVICE void issue_scores() {
