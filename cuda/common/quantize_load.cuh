@@ -17,23 +17,18 @@ struct Chunk {
   static constexpr int kWords = 2 * dtype_bytes(kDType);
   std::uint32_t words[kWords];
 
-  PANTILE_DEVICE void clear() {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      words[i] = 0;
-    }
-  }
-
-  PANTILE_DEVICE void load(const void* tensor, std::int64_t element) {
+  // Zeros unless `exists`.
+  PANTILE_DEVICE void load(const void* tensor, std::int64_t element, bool exists) {
     const auto* from = static_cast<const unsigned char*>(tensor) + element * dtype_bytes(kDType);
     if constexpr (kWords == 2) {
-      const uint2 w = __ldg(reinterpret_cast<const uint2*>(from));
+      const uint2 w = exists ? __ldg(reinterpret_cast<const uint2*>(from)) : uint2{0, 0};
       words[0] = w.x;
       words[1] = w.y;
     } else {
 #pragma unroll
       for (int i = 0; i < kWords / 4; ++i) {
-        const uint4 w = __ldg(reinterpret_cast<const uint4*>(from) + i);
+        const uint4 w =
+            exists ? __ldg(reinterpret_cast<const uint4*>(from) + i) : uint4{0, 0, 0, 0};
         words[4 * i] = w.x;
         words[4 * i + 1] = w.y;
         words[4 * i + 2] = w.z;

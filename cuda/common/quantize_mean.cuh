@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/quantize_load.cuh"
+#include "core/hadamard.h"
 #include "prim/grid_dependency.cuh"
 
 namespace pantile::common {
@@ -12,6 +13,8 @@ struct MeanParams {
   int batch;
   float* partial;  // [heads_k, blocks, dim]
   float* mean;     // [batch, heads_k, dim]
+  float* turned;   // the same with the signs of the rotation, if there is one
+  bool rotates;
 };
 
 // A block sums 128 rows of a head: 16 rows x kDim / 8 chunks at a time.
@@ -30,10 +33,8 @@ __global__ void __launch_bounds__(2 * kDim) sum_keys_kernel(const __grid_constan
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int row = first + core::kMeanRowSums * i;
-    raw[i].clear();
-    if (row < block.rows && 8 * chunk < p.k.dim) {
-      raw[i].load(p.k.data, block.element + row * p.k.sequences.seq_stride + 8 * chunk);
-    }
+    raw[i].load(p.k.data, block.element + row * p.k.sequences.seq_stride + 8 * chunk,
+                row < block.rows && 8 * chunk < p.k.dim);
   }
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
@@ -66,8 +67,7 @@ __global__ void __launch_bounds__(2 * kDim) sum_keys_kernel(const __grid_constan
 // A block of 32 x 32 threads: 32 channels of one head of one sequence.
 template <DType kDType>  // of the sums before; one kernel an instance, so that nothing is defined
                          // twice
-                         __global__ void __launch_bounds__(1024)
-                             mean_keys_kernel(const __grid_constant__ MeanParams p) {
+__global__ void __launch_bounds__(1024) mean_keys_kernel(const __grid_constant__ MeanParams p) {
   __shared__ float sums[core::kMeanBlockSums][33];
   prim::allow_next_grid();
   prim::wait_for_previous_grid();
@@ -95,8 +95,10 @@ template <DType kDType>  // of the sums before; one kernel an instance, so that 
     }
   }
   if (lane == 0 && channel < p.k.dim) {
-    p.mean[(std::int64_t{batch} * p.k.heads + head) * p.k.dim + channel] =
-        core::channel_mean(sums[0][column], length);
+    const float mean = core::channel_mean(sums[0][column], length);
+    const std::int64_t at = (std::int64_t{batch} * p.k.heads + head) * p.k.dim + channel;
+    p.mean[at] = mean;
+    p.turned[at] = p.rotates && core::hadamard_factor(channel, 1) < 0.0f ? -mean : mean;
   }
 }
 

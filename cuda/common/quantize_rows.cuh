@@ -1,7 +1,8 @@
 // Blocks of Q and K of the FP8 quantiser: smooth, rotate, find the scales, round. Everything is one
 // rounded float operation in the order of core/hadamard.h and core/scaling.h, so that the CPU gives
-// the same bits; only the factor 1/group waits until after the sums (it is a power of two), and
-// blocks whose sums overflow or that hold NaN are done again with it first.
+// the same bits; only the signs come first (they are exact) and the factor 1/group waits until
+// after the sums (it is a power of two). Blocks whose sums overflow or that hold NaN are done again
+// with the factor first.
 //
 // kDim: 64, 128 or 256, at least the head dim. kDim / 32 lanes share a row; lane r holds the chunks
 // r, r + lanes, r + 2 lanes and r + 3 lanes of eight channels each.
@@ -14,6 +15,22 @@
 
 namespace pantile::common {
 
+// The signs of two neighbouring channels of the rotation in bits 15 and 31.
+struct SignPairs {
+  alignas(16) std::uint32_t pairs[core::kMaxRotatedDim / 2];
+};
+
+constexpr SignPairs make_sign_pairs() {
+  SignPairs result{};
+  for (int c = 0; c < core::kMaxRotatedDim; ++c) {
+    const std::uint32_t sign = core::hadamard_sign_word(c / 32) >> (c % 32) & 1u;
+    result.pairs[c / 2] |= sign << (c % 2 == 0 ? 15 : 31);
+  }
+  return result;
+}
+
+static __device__ const SignPairs kSignPairs = make_sign_pairs();
+
 // What the two sorts of rows need beyond their side.
 struct RowsOutput {
   std::uint8_t* codes;  // [heads, 128 blocks, head_dim rounded up to 16]
@@ -23,13 +40,12 @@ struct RowsOutput {
   float scale_factor;    // in stored scales: the Hadamard group for Q, else 1
   float scale_bound;     // scales from here on are stored as core::kLargestPower
   const float* descale;  // [batch, heads_k] or null
-  const float* mean;     // [batch, heads_k, dim] or null
+  const float* mean;     // [batch, heads_k, dim] with the rotation's signs, or null
   float* dot_mean;       // Q: [heads, 128 blocks], rows times mean; K: null, mean is subtracted
   int heads_per_mean;    // heads that share a mean and a descale
   int hadamard_group;    // 1: no rotation
   float group_inverse;   // 1 / hadamard_group
-  std::uint32_t signs[core::kMaxRotatedDim / 32];  // core::hadamard_sign_word
-  float limit;                                     // largest code
+  float limit;           // largest code
 };
 
 template <DType kDType, int kDim>
@@ -43,7 +59,7 @@ class RowQuantizer {
   static constexpr int kHalfRows = core::kBlockedRows / 2;
 
   struct Shared {
-    float most[2][kWarps];  // of the rows 0-63 and 64-127
+    unsigned most[kPasses * kWarps];  // of each pass of a warp, as the bits of a float
   };
 
   PANTILE_DEVICE RowQuantizer(const QuantizeSide& side, const RowsOutput& out,
@@ -92,10 +108,13 @@ class RowQuantizer {
       const std::int64_t first = block_.element + row_of(pass) * side_.sequences.seq_stride;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        raw[pass][i].clear();
-        if (row_of(pass) < block_.rows && 8 * chunk_of(i) < side_.dim) {
-          raw[pass][i].load(side_.data, first + 8 * chunk_of(i));
-        }
+        raw[pass][i].load(side_.data, first + 8 * chunk_of(i),
+                          row_of(pass) < block_.rows && 8 * chunk_of(i) < side_.dim);
+      }
+    }
+    if constexpr (kDType != DType::e4m3) {
+      if (out_.hadamard_group > 1) {
+        change_signs(raw);
       }
     }
 #pragma unroll
@@ -107,55 +126,78 @@ class RowQuantizer {
     }
   }
 
+  PANTILE_DEVICE void change_signs(Chunk<kDType> (&raw)[kPasses][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 four = reinterpret_cast<const uint4*>(kSignPairs.pairs)[chunk_of(i)];
+      const std::uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+        for (int w = 0; w < Chunk<kDType>::kWords; ++w) {
+          if constexpr (kDType == DType::f32) {
+            const std::uint32_t pair = pairs[w / 2];
+            raw[pass][i].words[w] ^= (w % 2 == 0 ? pair << 16 : pair) & 0x80000000u;
+          } else {
+            raw[pass][i].words[w] ^= pairs[w];
+          }
+        }
+      }
+    }
+  }
+
   // `factor`: of every element, before the sums.
   PANTILE_DEVICE void prepare(float factor) {
     if (out_.mean != nullptr) {
       smooth();
     }
     if (out_.hadamard_group > 1) {
-      change_signs(factor);
+      if (factor != 1.0f) {
+        multiply(factor);
+      }
       rotate();
     }
   }
 
-  PANTILE_DEVICE void smooth() {
-    const float* mean = out_.mean + std::int64_t{mean_row_} * side_.dim;
+  PANTILE_DEVICE void multiply(float factor) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const bool exists = row_of(pass) < block_.rows;
-      float dot = 0.0f;
 #pragma unroll
       for (int k = 0; k < 32; ++k) {
-        const int channel = 8 * chunk_of(k / 8) + k % 8;
-        const float m = channel < side_.dim ? __ldg(mean + channel) : 0.0f;
-        if (out_.dot_mean != nullptr) {
-          dot = fmaf(x_[pass][k], m, dot);
-        } else if (exists) {
-          x_[pass][k] = __fsub_rn(x_[pass][k], m);
-        }
-      }
-      if (out_.dot_mean != nullptr) {
-#pragma unroll
-        for (int o = kLanes / 2; o > 0; o /= 2) {
-          dot += __shfl_xor_sync(prim::kAllLanes, dot, o);
-        }
-        if (lane_ == 0) {
-          out_.dot_mean[block_.index * core::kBlockedRows + row_of(pass)] = dot;
-        }
+        x_[pass][k] *= factor;
       }
     }
   }
 
-  PANTILE_DEVICE void change_signs(float factor) {
+  // K: less the mean. Q: only the product with the mean, for LSE.
+  PANTILE_DEVICE void smooth() {
+    const float* mean = out_.mean + std::int64_t{mean_row_} * side_.dim;
+    const bool is_query = out_.dot_mean != nullptr;
+    float dot[kPasses] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const std::uint32_t signs = out_.signs[chunk_of(i) / 4] >> (chunk_of(i) % 4 * 8);
+      Chunk<DType::f32> m;
+      m.load(mean, 8 * chunk_of(i), 8 * chunk_of(i) < side_.dim);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const float sign = __uint_as_float((signs >> e & 1u) << 31 | 0x3f800000u);
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const bool subtract = !is_query && row_of(pass) < block_.rows;
 #pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-          x_[pass][8 * i + e] *= sign * factor;
+        for (int e = 0; e < 8; ++e) {
+          float& x = x_[pass][8 * i + e];
+          dot[pass] = fmaf(x, m.element(e), dot[pass]);
+          x = subtract ? __fsub_rn(x, m.element(e)) : x;
+        }
+      }
+    }
+    if (is_query) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+        for (int o = kLanes / 2; o > 0; o /= 2) {
+          dot[pass] += __shfl_xor_sync(prim::kAllLanes, dot[pass], o);
+        }
+        if (lane_ == 0) {
+          out_.dot_mean[block_.index * core::kBlockedRows + row_of(pass)] = dot[pass];
         }
       }
     }
@@ -208,8 +250,9 @@ class RowQuantizer {
     }
   }
 
-  // Largest magnitude of each pass, over its row. Infinite if something is not finite; or, careful,
-  // without what is not finite, which becomes NaN.
+  // Largest magnitude of each pass. Infinite if something is not finite (of rotated
+  // rows then all of a group is: one channel a chunk tells); or, careful, without what is not
+  // finite, which becomes NaN.
   template <bool kCareful>
   PANTILE_DEVICE void find_most(float (&most)[kPasses]) {
 #pragma unroll
@@ -223,56 +266,54 @@ class RowQuantizer {
           x = core::is_finite(x) ? x : __int_as_float(0x7fffffff);
         } else {
           m = fmaxf(m, fabsf(x));
-          probe = fmaf(x, 0.0f, probe);
+          if (k % 8 == 0) {
+            probe = fmaf(x, 0.0f, probe);
+          }
+        }
+      }
+      if (!kCareful && out_.hadamard_group == 1) {
+#pragma unroll
+        for (int k = 0; k < 32; ++k) {
+          probe = fmaf(x_[pass][k], 0.0f, probe);
         }
       }
       if (probe != 0.0f) {
         m = INFINITY;
       }
-#pragma unroll
-      for (int o = 1; o < kLanes; o *= 2) {
-        m = fmaxf(m, __shfl_xor_sync(prim::kAllLanes, m, o));
-      }
       most[pass] = m;
     }
   }
 
-  // Half of the block that a pass of this warp works on; its rows never are in both.
-  PANTILE_DEVICE int half_of(int pass) const { return row_of(pass) / kHalfRows; }
+  // Of a warp's entry in Shared: its rows never are in both halves.
+  static PANTILE_DEVICE int half_of(int entry) { return entry / (kPasses * kWarps / 2); }
 
-  // Makes `most` that of all rows which share a scale. Returns that of the whole block.
+  // Makes `most` that of all rows which share a scale. Returns that of the whole block. Magnitudes
+  // are compared as integers, which the warp does in one instruction.
   PANTILE_DEVICE float share_most(float (&most)[kPasses]) {
-    float halves[2] = {0.0f, 0.0f};
+    const int warp = static_cast<int>(threadIdx.x) / 32;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      float m = most[pass];
-#pragma unroll
-      for (int o = kLanes; o < 32; o *= 2) {
-        m = fmaxf(m, __shfl_xor_sync(prim::kAllLanes, m, o));
+      const unsigned warp_most = __reduce_max_sync(prim::kAllLanes, __float_as_uint(most[pass]));
+      if (prim::lane_index() == 0) {
+        s_.most[pass * kWarps + warp] = warp_most;
       }
-      halves[0] = half_of(pass) == 0 ? fmaxf(halves[0], m) : halves[0];
-      halves[1] = half_of(pass) == 1 ? fmaxf(halves[1], m) : halves[1];
-    }
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    if (prim::lane_index() == 0) {
-      s_.most[0][warp] = halves[0];
-      s_.most[1][warp] = halves[1];
     }
     __syncthreads();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        halves[h] = fmaxf(halves[h], s_.most[h][w]);
-      }
-    }
-    const float all = fmaxf(halves[0], halves[1]);
+    const int entry = prim::lane_index();
+    const unsigned one = entry < kPasses * kWarps ? s_.most[entry] : 0;
+    const float all = __uint_as_float(__reduce_max_sync(prim::kAllLanes, one));
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       if (out_.scale_rows == core::kBlockedRows) {
         most[pass] = all;
       } else if (out_.scale_rows == kHalfRows) {
-        most[pass] = half_of(pass) == 0 ? halves[0] : halves[1];
+        const bool mine = half_of(entry) == half_of(pass * kWarps + warp);
+        most[pass] = __uint_as_float(__reduce_max_sync(prim::kAllLanes, mine ? one : 0));
+      } else {
+#pragma unroll
+        for (int o = 1; o < kLanes; o *= 2) {
+          most[pass] = fmaxf(most[pass], __shfl_xor_sync(prim::kAllLanes, most[pass], o));
+        }
       }
     }
     return all;

@@ -34,7 +34,7 @@ class ValueQuantizer {
   struct Shared {
     alignas(16) std::uint32_t words[kDim * kWords];
     std::uint32_t nonfinite[kDim][4];
-    float most[2][kWarps];
+    unsigned most[2][kWarps];  // the bits of floats
   };
 
   PANTILE_DEVICE ValueQuantizer(const QuantizeSide& side, const ValuesOutput& out,
@@ -82,11 +82,9 @@ class ValueQuantizer {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int key = core::value_key(4 * word_of(pass) + r);
-        raw_[pass][r].clear();
-        if (key < block_.rows && 8 * chunk_ < side_.dim) {
-          raw_[pass][r].load(side_.data,
-                             block_.element + key * side_.sequences.seq_stride + 8 * chunk_);
-        }
+        raw_[pass][r].load(side_.data,
+                           block_.element + key * side_.sequences.seq_stride + 8 * chunk_,
+                           key < block_.rows && 8 * chunk_ < side_.dim);
       }
     }
   }
@@ -118,20 +116,16 @@ class ValueQuantizer {
     return most;
   }
 
+  // Over the block. Magnitudes are compared as integers, which the warp does in one instruction.
   PANTILE_DEVICE float share_most(float most, int place) {
-#pragma unroll
-    for (int o = 16; o > 0; o /= 2) {
-      most = fmaxf(most, __shfl_xor_sync(prim::kAllLanes, most, o));
-    }
+    const unsigned warp_most = __reduce_max_sync(prim::kAllLanes, __float_as_uint(most));
     if (prim::lane_index() == 0) {
-      s_.most[place][threadIdx.x / 32] = most;
+      s_.most[place][threadIdx.x / 32] = warp_most;
     }
     __syncthreads();
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      most = fmaxf(most, s_.most[place][w]);
-    }
-    return most;
+    const int entry = prim::lane_index();
+    return __uint_as_float(
+        __reduce_max_sync(prim::kAllLanes, entry < kWarps ? s_.most[place][entry] : 0));
   }
 
   // share_most() comes between this and the marks.

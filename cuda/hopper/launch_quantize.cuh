@@ -50,7 +50,8 @@ class QuantizeCall {
 
   template <DType kDType, int kDim>
   Status run_mean() const {
-    const common::MeanParams mean{side_k(), static_cast<int>(p_.batch), partial_, t_.mean_k};
+    const common::MeanParams mean{side_k(),      static_cast<int>(p_.batch), partial_, t_.mean_k,
+                                  turned_mean(), plan_.problem.hadamard};
     const auto blocks = static_cast<unsigned>(p_.heads_k * sizes_.blocks_k);
     const Status status = launch(common::sum_keys_kernel<kDType, kDim>, dim3(blocks),
                                  dim3(2 * kDim), mean, false, "launching the sums of K");
@@ -96,6 +97,9 @@ class QuantizeCall {
             static_cast<int>(blocks)};
   }
 
+  // Behind the sums in the workspace.
+  float* turned_mean() const { return partial_ + p_.heads_k * sizes_.blocks_k * p_.head_dim; }
+
   common::QuantizeSide side_k() const {
     return side(t_.k, plan_.problem.k, p_.seqlen_k, t_.cu_seqlens_k, t_.seqused_k, p_.heads_k,
                 p_.head_dim, sizes_.blocks_k);
@@ -111,14 +115,10 @@ class QuantizeCall {
                            p_.head_dim_v, sizes_.blocks_k);
     const int dim = static_cast<int>(p_.head_dim);
     const int group = problem.hadamard ? core::hadamard_group(dim) : 1;
-    const float* mean = p_.fp8.smooth_k ? t_.mean_k : nullptr;
     common::RowsOutput rows{};
-    rows.mean = mean;
+    rows.mean = p_.fp8.smooth_k ? turned_mean() : nullptr;
     rows.hadamard_group = group;
     rows.group_inverse = 1.0f / static_cast<float>(group);
-    for (int word = 0; word < core::kMaxRotatedDim / 32; ++word) {
-      rows.signs[word] = core::hadamard_sign_word(word);
-    }
     rows.limit = core::score_code_limit(dim);
     common::RowsOutput& q = params.rows_out[0] = rows;
     q.codes = static_cast<std::uint8_t*>(t_.codes_q);

@@ -149,7 +149,9 @@ void configure_quantize(QuantizePlan* plan) {
   const QuantizedSizes sizes = quantized_sizes(p);
   plan->tile_q = plan->tile_k = core::kBlockedRows;
   plan->blocks = static_cast<int>(p.heads_q * sizes.blocks_q + 2 * p.heads_k * sizes.blocks_k);
-  const std::int64_t sums = p.fp8.smooth_k ? p.heads_k * sizes.blocks_k * p.head_dim : 0;
+  // Sums of K over blocks, then its mean with the signs of the rotation.
+  const std::int64_t sums =
+      p.fp8.smooth_k ? p.heads_k * (sizes.blocks_k + p.batch) * p.head_dim : 0;
   plan->workspace = Workspace{static_cast<std::size_t>(sums) * sizeof(float), 0};
 }
 
