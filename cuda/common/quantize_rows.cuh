@@ -57,6 +57,7 @@ class RowQuantizer {
   static constexpr int kPasses = core::kBlockedRows / kRowsPerPass;
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kHalfRows = core::kBlockedRows / 2;
+  static constexpr float kPlainBound = core::kLargestPower / 2.0f;
 
   struct Shared {
     unsigned most[kPasses * kWarps];  // of each pass of a warp, as the bits of a float
@@ -86,7 +87,8 @@ class RowQuantizer {
       } else {
         find_most<false>(most);
       }
-      if (share_most(most) <= core::kLargestFloat || careful) {
+      // Below this bound no scale saturates, so that no code needs clamping.
+      if (share_most(most) <= kPlainBound || careful) {
         break;
       }
       before = after;
@@ -361,8 +363,10 @@ class RowQuantizer {
     for (int i = 0; i < 4; ++i) {
       if (8 * chunk_of(i) < columns) {
         const float* x = &x_[pass][8 * i];
-        *reinterpret_cast<uint2*>(row + 8 * chunk_of(i)) =
-            uint2{prim::pack_e4m3(x[0], x[1], x[2], x[3]), prim::pack_e4m3(x[4], x[5], x[6], x[7])};
+        const uint2 codes{prim::pack_e4m3(x[0], x[1], x[2], x[3]),
+                          prim::pack_e4m3(x[4], x[5], x[6], x[7])};
+        const bool real = exists && 8 * chunk_of(i) < side_.dim;
+        *reinterpret_cast<uint2*>(row + 8 * chunk_of(i)) = real ? codes : uint2{0, 0};
       }
     }
   }

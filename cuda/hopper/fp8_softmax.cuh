@@ -36,7 +36,10 @@ class Fp8Softmax {
   std::uint32_t fall;
   bool raised;  // some row's fall is not 0
 
-  PANTILE_DEVICE void begin_tile() { c_ = prim::twice(0x6f00); }  // 7168: 8 c is still finite
+  PANTILE_DEVICE void begin_tile() {
+    c_ = prim::twice(kUnseen);
+    far_ = false;
+  }
 
   // c of row i, as a float.
   PANTILE_DEVICE float offset(int i) const {
@@ -52,8 +55,11 @@ class Fp8Softmax {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const unsigned pick = i == 0 ? 0x1010 : 0x3232;
-      const std::uint32_t scale_i = __byte_perm(scale, scale, pick);
-      const std::uint32_t c_i = __byte_perm(c_, c_, pick);
+      std::uint32_t scale_i = __byte_perm(scale, scale, pick);
+      std::uint32_t c_i = __byte_perm(c_, c_, pick);
+      if (kGroups != 0 && far_) {
+        approach(S, i, scale_i, c_i);
+      }
       if constexpr (kGroups == 0xff) {
         encode_row(S, i, 0, prim::fma2(scale_i, kEight, 0), code_offset(c_i), 0);
       } else if constexpr (kGroups == 0) {
@@ -80,6 +86,8 @@ class Fp8Softmax {
 
  private:
   static constexpr unsigned kGroups = fp8_code_groups(kExp);
+  static constexpr std::uint16_t kUnseen = 0x6f00;             // 7168: 8 c is still finite
+  static constexpr std::uint32_t kNear = prim::twice(0x5800);  // 128
 
   // First of the two registers of S that register r of k step `step` of P is made of.
   static PANTILE_DEVICE constexpr int index(int step, int r) {
@@ -127,10 +135,41 @@ class Fp8Softmax {
       raised = __any_sync(prim::kAllLanes, prim::max2(fall, kSlack) != kSlack);
       if (!raised) {
         fall = 0;
-        wanted = c_;
+        return;
+      }
+    }
+    if constexpr (kGroups != 0) {
+      // Not counting rows that have seen no key yet, whose c is 7168 and whose P is 0 anyway.
+      const std::uint32_t size = wanted & prim::twice(0x7fff);
+      const std::uint32_t beyond = prim::max2(size, kNear) ^ kNear;
+      const std::uint32_t unseen = wanted ^ prim::twice(kUnseen);
+      far_ = __any_sync(prim::kAllLanes, ((beyond & 0xffffu) != 0 && (unseen & 0xffffu) != 0) ||
+                                             ((beyond >> 16) != 0 && (unseen >> 16) != 0));
+      if (far_) {
+        // Lower by more than all roundings that a c of this size has met.
+        const std::uint32_t excess = prim::subtract2(prim::max2(size, kNear), kNear);
+        wanted = prim::fma2(excess, prim::twice(0x9800), wanted);  // - excess / 512
+        if constexpr (!kFirst) {
+          fall = prim::subtract2(c_, wanted);
+        }
       }
     }
     c_ = wanted;
+  }
+
+  // Scores so far from 0 that 8 c is no longer near enough to an integer, which would let codes run
+  // over into NaN and the sign: moves row i first, S := S2 + c.
+  static PANTILE_DEVICE void approach(std::uint32_t (&S)[32], int i, std::uint32_t& scale,
+                                      std::uint32_t& c) {
+    constexpr std::uint32_t kMost = prim::twice(0x4860);  // 8.75
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      std::uint32_t& x = S[2 * j + i];
+      x = prim::fma2(x, scale, c);
+      x = prim::min2_nan(x, kMost);
+    }
+    scale = prim::twice(0x3c00);
+    c = 0;
   }
 
   static PANTILE_DEVICE void encode_row(std::uint32_t (&S)[32], int i, std::uint32_t scale,
@@ -152,6 +191,7 @@ class Fp8Softmax {
   }
 
   std::uint32_t c_;  // {row 0, row 1}
+  bool far_;         // some c of the warp is beyond kNear
 };
 
 // Keeps scores within the limit; see kFp8ScoreLimit. Before masking, which needs infinities.
@@ -162,13 +202,8 @@ PANTILE_DEVICE void clamp_scores(std::uint32_t (&S)[32], const float (&block)[2]
     const std::uint32_t high = prim::half_pair(most, most);
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      // A NaN must stay one: min and max would drop it.
-      const std::uint32_t x = S[2 * j + i];
-      std::uint32_t clamped;
-      asm("{ .reg .b32 low; min.NaN.f16x2 low, %1, %2; max.NaN.f16x2 %0, low, %3; }"
-          : "=r"(clamped)
-          : "r"(x), "r"(high), "r"(high ^ prim::twice(0x8000)));
-      S[2 * j + i] = clamped;
+      std::uint32_t& x = S[2 * j + i];
+      x = prim::max2_nan(prim::min2_nan(x, high), high ^ prim::twice(0x8000));
     }
   }
 }

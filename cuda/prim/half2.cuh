@@ -1,7 +1,7 @@
 // Arithmetic on pairs of fp16 numbers in one register. PTX ISA, "Half Precision Floating-Point".
 //
-// max2 and min2 prefer a number to NaN; a NaN in fma2_relu's operands comes out as the canonical
-// NaN, whose low byte is 0xff.
+// max2 and min2 prefer a number to NaN, max2_nan and min2_nan keep NaN; a NaN in fma2_relu's
+// operands comes out as the canonical NaN, whose low byte is 0xff.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +19,18 @@ PANTILE_DEVICE std::uint32_t max2(std::uint32_t a, std::uint32_t b) {
 PANTILE_DEVICE std::uint32_t min2(std::uint32_t a, std::uint32_t b) {
   std::uint32_t r;
   asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
+PANTILE_DEVICE std::uint32_t max2_nan(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t r;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
+PANTILE_DEVICE std::uint32_t min2_nan(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t r;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
 
