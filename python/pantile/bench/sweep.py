@@ -70,19 +70,34 @@ def make_problem(case: Case, what: str, setup: Setup) -> Problem:
     return Problem(case, what, q, k, v, grad_o, cu_seqlens)
 
 
-def _ours_fp8(problem: Problem, keywords: dict) -> Contender | str:
-    """Block-scaled, rotated operands; what quantising costs is not in the time, as for peers."""
+# FP8: other exponentials, the quantiser in every call, and the same call on bfloat16.
+FP8_VARIANTS = tuple(f"{OURS}, {what}" for what in ("mixed", "exp2", "quantising", "bfloat16"))
+
+
+def ours_fp8(name: str, problem: Problem, backend: str) -> Contender | str:
+    """Block-scaled, rotated, smoothed operands. But for two of the variants, what quantising costs
+    is not in the time, as for peers."""
     if problem.cu_seqlens is not None:
         return "packed FP8 sequences are not measured"
     if problem.differentiates:
-        return "the gradient of FP8 attention is that of the 16-bit backward"
-    operands = pantile.quantize(*(x.bfloat16() for x in (problem.q, problem.k, problem.v)))
-
-    def forward():
-        pantile.attention(operands, **keywords)
-
-    forward()
-    return peers.contender(OURS, problem, forward)
+        return "FP8 backward is not measured"
+    variant = name.removeprefix(f"{OURS}, ")
+    exp = variant if variant in ("mixed", "exp2") else "code"
+    keywords = {
+        "causal": problem.case.causal,
+        "options": pantile.Options(backend=backend, fp8_exp=exp),
+    }
+    if problem.case.window_left is not None:
+        keywords["window"] = (problem.case.window_left, 0)
+    source = [x.bfloat16() for x in (problem.q, problem.k, problem.v)]
+    if variant == "bfloat16":
+        return peers.contender(name, problem, lambda: pantile.attention(*source, **keywords))
+    if variant == "quantising":
+        return peers.contender(
+            name, problem, lambda: pantile.attention(pantile.quantize(*source), **keywords)
+        )
+    quantized = pantile.quantize(*source)
+    return peers.contender(name, problem, lambda: pantile.attention(quantized, **keywords))
 
 
 def ours(problem: Problem, backend: str, deterministic: bool = False) -> Contender | str:
@@ -103,7 +118,7 @@ def ours(problem: Problem, backend: str, deterministic: bool = False) -> Contend
 
     try:
         if problem.dtype == FP8:
-            return _ours_fp8(problem, keywords)
+            return ours_fp8(name, problem, backend)
         return peers.differentiable(name, problem, forward, leaves, problem.grad_o)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         return peers.first_line(error)
@@ -125,6 +140,12 @@ def measure_case(case: Case, what: str, setup: Setup) -> dict:
     candidates: dict[str, Contender | str] = {OURS: ours(problem, setup.backend)}
     if setup.deterministic and what == "backward":
         candidates[DETERMINISTIC] = ours(problem, setup.backend, deterministic=True)
+    if problem.dtype == FP8 and what == "forward":
+        for name in FP8_VARIANTS:
+            try:
+                candidates[name] = ours_fp8(name, problem, setup.backend)
+            except (ValueError, NotImplementedError, RuntimeError) as error:
+                candidates[name] = peers.first_line(error)
     for name in setup.peers:
         candidates[name] = known[name](name, problem)
     running = [c for c in candidates.values() if isinstance(c, Contender)]
@@ -255,6 +276,9 @@ def print_row(row: dict, wanted: tuple[str, ...]) -> None:
         if OURS in results and DETERMINISTIC in results:
             share = results[OURS]["ms"] / results[DETERMINISTIC]["ms"]
             state += f", deterministic {results[DETERMINISTIC]['tflops']:.0f} ({share:.3f})"
+        for name in FP8_VARIANTS:
+            if name in results:
+                state += f" {name.removeprefix(OURS + ', ')} {results[name]['tflops']:.0f}"
         print(f"{row['case']:<26}{row['pass']:<10}{columns}{value:>8.3f}  {best}{state}")
     for name, reason in row["absent"].items():
         print(f"{'':<36}{name}: {reason[:110]}")
