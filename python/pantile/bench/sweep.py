@@ -90,14 +90,13 @@ def ours_fp8(name: str, problem: Problem, backend: str) -> Contender | str:
     if problem.case.window_left is not None:
         keywords["window"] = (problem.case.window_left, 0)
     source = [x.bfloat16() for x in (problem.q, problem.k, problem.v)]
-    if variant == "bfloat16":
-        return peers.contender(name, problem, lambda: pantile.attention(*source, **keywords))
-    if variant == "quantising":
-        return peers.contender(
-            name, problem, lambda: pantile.attention(pantile.quantize(*source), **keywords)
-        )
     quantized = pantile.quantize(*source)
-    return peers.contender(name, problem, lambda: pantile.attention(quantized, **keywords))
+    call = {
+        "bfloat16": lambda: pantile.attention(*source, **keywords),
+        "quantising": lambda: pantile.attention(pantile.quantize(*source), **keywords),
+    }.get(variant, lambda: pantile.attention(quantized, **keywords))
+    call()
+    return peers.contender(name, problem, call)
 
 
 def ours(problem: Problem, backend: str, deterministic: bool = False) -> Contender | str:
