@@ -358,6 +358,7 @@ class RowQuantizer {
 
   PANTILE_DEVICE void write_codes(int pass) {
     const int columns = core::round_up(side_.dim, core::kCodeAlign);
+    const bool exists = row_of(pass) < block_.rows;  // zeros that changed sign are not zero codes
     std::uint8_t* row = out_.codes + (block_.index * core::kBlockedRows + row_of(pass)) * columns;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
