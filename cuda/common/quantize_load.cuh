@@ -58,7 +58,8 @@ struct QuantizeSide {
   core::SequenceSide sequences;  // strides in elements
   std::int64_t head_stride;
   int heads, dim;
-  int blocks;  // of a head
+  int blocks;           // of a head
+  int sequence_blocks;  // of a sequence; dense tensors only
 };
 
 // 128 rows of one head of an operand, of which `rows` exist.
@@ -73,18 +74,23 @@ PANTILE_DEVICE RowBlock locate_block(const QuantizeSide& side, int batches, int 
   RowBlock block;
   block.index = work;
   block.head = work / side.blocks;
-  const int inside = work % side.blocks;
-  block.batch = 0;
-  for (int above = batches; above - block.batch > 1;) {
-    const int middle = (block.batch + above) / 2;
-    if (core::first_block(side.sequences, middle) <= inside) {
-      block.batch = middle;
-    } else {
-      above = middle;
+  int tile = work % side.blocks;  // within its sequence, once that is known
+  if (side.sequences.cu_seqlens == nullptr) {
+    block.batch = tile / side.sequence_blocks;
+    tile -= block.batch * side.sequence_blocks;
+  } else {
+    block.batch = 0;
+    for (int above = batches; above - block.batch > 1;) {
+      const int middle = (block.batch + above) / 2;
+      if (core::first_block(side.sequences, middle) <= tile) {
+        block.batch = middle;
+      } else {
+        above = middle;
+      }
     }
+    tile -= static_cast<int>(core::first_block(side.sequences, block.batch));
   }
-  const int begin = (inside - static_cast<int>(core::first_block(side.sequences, block.batch))) *
-                    core::kBlockedRows;
+  const int begin = tile * core::kBlockedRows;
   const core::Sequence sequence = core::locate_sequence(side.sequences, block.batch);
   block.rows = core::clamp(sequence.length - begin, 0, core::kBlockedRows);
   block.element =

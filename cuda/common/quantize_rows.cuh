@@ -52,7 +52,7 @@ template <DType kDType, int kDim>
 class RowQuantizer {
  public:
   static constexpr int kLanes = kDim / 32;
-  static constexpr int kThreads = kDim == 64 ? 256 : 512;
+  static constexpr int kThreads = kDim == 256 ? 512 : 256;
   static constexpr int kRowsPerPass = kThreads / kLanes;
   static constexpr int kPasses = core::kBlockedRows / kRowsPerPass;
   static constexpr int kWarps = kThreads / 32;
@@ -76,42 +76,58 @@ class RowQuantizer {
 
   PANTILE_DEVICE void run() {
     float most[kPasses];
-    float before = 1.0f, after = out_.group_inverse;
-    bool careful = false;
-#pragma unroll 1
-    while (true) {
-      load();
-      prepare(before);
-      if (careful) {
-        find_most<true>(most);
-      } else {
-        find_most<false>(most);
-      }
-      // Below this bound no scale saturates, so that no code needs clamping.
-      if (share_most(most) <= kPlainBound || careful) {
-        break;
-      }
-      before = after;
-      after = 1.0f;
-      careful = true;
+    const bool whole = side_.dim == kDim && out_.hadamard_group == kDim;
+    const float bound =
+        whole ? attempt<Rotation::whole, false>(most) : attempt<Rotation::parts, false>(most);
+    // Below this bound no scale saturates, so that no code needs clamping.
+    if (bound <= kPlainBound) {
+      write<false>(most, out_.group_inverse);
+    } else {
       __syncthreads();
+      attempt<Rotation::parts, true>(most);
+      write<true>(most, 1.0f);
     }
-    write(most, after, careful);
   }
 
  private:
+  // whole: all channels, and as many as kDim; without a branch, each of which would cost a copy of
+  // all values. parts: any head dim and group, also none.
+  enum class Rotation { whole, parts };
+
+  // Prepares the block and finds what its scales follow from. Returns the block's largest
+  // magnitude, infinite if something is not finite.
+  template <Rotation kRotation, bool kCareful>
+  PANTILE_DEVICE float attempt(float (&most)[kPasses]) {
+    load<kRotation == Rotation::whole>();
+    if (out_.mean != nullptr) {
+      smooth();
+    }
+    if constexpr (kCareful) {
+      multiply(out_.group_inverse);
+    }
+    if constexpr (kRotation == Rotation::whole) {
+      rotate(kDim);
+    } else {
+      rotate(out_.hadamard_group);
+    }
+    find_most<kRotation == Rotation::whole, kCareful>(most);
+    return share_most(most);
+  }
+
   PANTILE_DEVICE int row_of(int pass) const { return pass * kRowsPerPass + row_; }
   PANTILE_DEVICE int chunk_of(int i) const { return lane_ + kLanes * i; }
 
+  template <bool kWhole>
   PANTILE_DEVICE void load() {
     Chunk<kDType> raw[kPasses][4];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const std::int64_t first = block_.element + row_of(pass) * side_.sequences.seq_stride;
+      const std::int64_t first =
+          block_.element + row_of(pass) * side_.sequences.seq_stride + 8 * lane_;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        raw[pass][i].load(side_.data, first + 8 * chunk_of(i),
-                          row_of(pass) < block_.rows && 8 * chunk_of(i) < side_.dim);
+        raw[pass][i].load(side_.data, first + 8 * kLanes * i,
+                          row_of(pass) < block_.rows && (kWhole || 8 * chunk_of(i) < side_.dim));
       }
     }
     if constexpr (kDType != DType::e4m3) {
@@ -145,19 +161,6 @@ class RowQuantizer {
           }
         }
       }
-    }
-  }
-
-  // `factor`: of every element, before the sums.
-  PANTILE_DEVICE void prepare(float factor) {
-    if (out_.mean != nullptr) {
-      smooth();
-    }
-    if (out_.hadamard_group > 1) {
-      if (factor != 1.0f) {
-        multiply(factor);
-      }
-      rotate();
     }
   }
 
@@ -206,9 +209,10 @@ class RowQuantizer {
   }
 
   // Distances ascend: inside a chunk, then between lanes, then between the chunks of a lane.
-  PANTILE_DEVICE void rotate() {
-    const int group = out_.hadamard_group;
-    for_each_pair<1>();
+  PANTILE_DEVICE void rotate(int group) {
+    if (group > 1) {
+      for_each_pair<1>();
+    }
     if (group > 2) {
       for_each_pair<2>();
     }
@@ -255,7 +259,7 @@ class RowQuantizer {
   // Largest magnitude of each pass. Infinite if something is not finite (of rotated
   // rows then all of a group is: one channel a chunk tells); or, careful, without what is not
   // finite, which becomes NaN.
-  template <bool kCareful>
+  template <bool kWhole, bool kCareful>
   PANTILE_DEVICE void find_most(float (&most)[kPasses]) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -273,7 +277,7 @@ class RowQuantizer {
           }
         }
       }
-      if (!kCareful && out_.hadamard_group == 1) {
+      if (!kWhole && !kCareful && out_.hadamard_group == 1) {
 #pragma unroll
         for (int k = 0; k < 32; ++k) {
           probe = fmaf(x_[pass][k], 0.0f, probe);
@@ -322,7 +326,8 @@ class RowQuantizer {
   }
 
   // `factor`: still to be multiplied with.
-  PANTILE_DEVICE void write(const float (&most)[kPasses], float factor, bool careful) {
+  template <bool kCareful>
+  PANTILE_DEVICE void write(const float (&most)[kPasses], float factor) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const core::BlockScale scale = core::block_scale(most[pass] * factor, out_.limit);
@@ -332,7 +337,7 @@ class RowQuantizer {
       for (int k = 0; k < 32; ++k) {
         x_[pass][k] *= by;
       }
-      if (careful) {
+      if constexpr (kCareful) {
 #pragma unroll
         for (int k = 0; k < 32; ++k) {
           const float x = x_[pass][k];
@@ -357,17 +362,18 @@ class RowQuantizer {
   }
 
   PANTILE_DEVICE void write_codes(int pass) {
-    const int columns = core::round_up(side_.dim, core::kCodeAlign);
     const bool exists = row_of(pass) < block_.rows;  // zeros that changed sign are not zero codes
-    std::uint8_t* row = out_.codes + (block_.index * core::kBlockedRows + row_of(pass)) * columns;
+    const int columns = core::round_up(side_.dim, core::kCodeAlign);
+    std::uint8_t* row =
+        out_.codes + (block_.index * core::kBlockedRows + row_of(pass)) * columns + 8 * lane_;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      const float* x = &x_[pass][8 * i];
+      const uint2 codes{prim::pack_e4m3(x[0], x[1], x[2], x[3]),
+                        prim::pack_e4m3(x[4], x[5], x[6], x[7])};
       if (8 * chunk_of(i) < columns) {
-        const float* x = &x_[pass][8 * i];
-        const uint2 codes{prim::pack_e4m3(x[0], x[1], x[2], x[3]),
-                          prim::pack_e4m3(x[4], x[5], x[6], x[7])};
         const bool real = exists && 8 * chunk_of(i) < side_.dim;
-        *reinterpret_cast<uint2*>(row + 8 * chunk_of(i)) = real ? codes : uint2{0, 0};
+        *reinterpret_cast<uint2*>(row + 8 * kLanes * i) = real ? codes : uint2{0, 0};
       }
     }
   }

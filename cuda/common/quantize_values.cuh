@@ -24,7 +24,7 @@ struct ValuesOutput {
 template <DType kDType, int kDim>
 class ValueQuantizer {
  public:
-  static constexpr int kThreads = kDim == 64 ? 256 : 512;
+  static constexpr int kThreads = kDim == 256 ? 512 : 256;
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kChunks = kDim / 8;         // of a row; as many lanes work on a word
   static constexpr int kWarpWords = 32 / kChunks;  // key words that a warp works on at a time

@@ -94,7 +94,8 @@ class QuantizeCall {
             layout.head,
             static_cast<int>(heads),
             static_cast<int>(dim),
-            static_cast<int>(blocks)};
+            static_cast<int>(blocks),
+            static_cast<int>(core::ceil_div<std::int64_t>(length, core::kBlockedRows))};
   }
 
   // Behind the sums in the workspace.
