@@ -24,9 +24,12 @@ struct ForwardConfig {
   // next tile's Q is already there, so that its first product starts while the last one of this
   // tile runs. With one, O lies in the stages of V: for head dims whose two Q buffers do not fit.
   int q_buffers;
-  // Quarters of a step's exponentials that run before the wait for the product P V of the step
-  // before; the rest runs after it, together with the conversion of P.
-  int early_quarters;
+  // Groups of 8 keys whose exponentials a step computes with the old row maxima, while the new ones
+  // are being found: enough to fill that time. Each costs 4 registers.
+  int ahead_groups;
+  // The wait for the product P V of the step before comes before that, not after it: at three math
+  // warpgroups, where only the registers of the old P have room for it.
+  bool output_first;
   // With one Q buffer: O of warpgroup 0 has a place of its own and that of warpgroup 1 lies in the
   // stage of V used last, so that the next tile's first V can be loaded at once.
   bool o_apart = false;
@@ -60,8 +63,8 @@ struct ForwardConfig {
   constexpr bool valid() const {
     const int entry = kRegistersPerThreadAtEntry[math_warpgroups];
     return (math_warpgroups == 2 || math_warpgroups == 3) && head_dim % 16 == 0 &&
-           head_dim_v % 16 == 0 && tile_k % 16 == 0 && tile_k <= 256 && early_quarters >= 0 &&
-           early_quarters <= 4 && shared_bytes() <= kSharedMemoryBytes &&
+           head_dim_v % 16 == 0 && tile_k % 16 == 0 && tile_k <= 256 && ahead_groups >= 1 &&
+           ahead_groups <= tile_k / 8 && shared_bytes() <= kSharedMemoryBytes &&
            producer_registers() + math_warpgroups * math_registers() <=
                entry * (math_warpgroups + 1) &&
            matrix_registers() + 24 <= math_registers() && q_buffers >= 1 &&
@@ -91,27 +94,29 @@ struct ForwardShapes {
 constexpr ForwardShapes forward_shapes(int head_dim, int head_dim_v, MaskKind mask) {
   const bool full = mask == MaskKind::full;
   if (head_dim <= 64 && head_dim_v <= 64) {
-    return {{64, 64, 128, 3, 3, 0, false, 4, 4}, {64, 64, 128, 2, 4, 2, false, 4, 4}, !full};
+    return {{64, 64, 128, 3, 3, 4, true, false, 4, 4},
+            {64, 64, 128, 2, 4, 8, false, false, 4, 4},
+            !full};
   }
   if (head_dim <= 80 && head_dim_v <= 80) {  // one sixth less work than in the tiles of 96 columns
     return {{80, 80, 128, 2, 3, 2}, {80, 80, 160, 2, 2, 2}, mask != MaskKind::window};
   }
   if (head_dim <= 96 && head_dim_v <= 96) {
-    return {{96, 96, 128, 2, 3, 2}, {96, 96, 160, 2, 2, 2}, mask != MaskKind::window};
+    return {{96, 96, 128, 2, 3, 8, false}, {96, 96, 160, 2, 2, 6, false}, mask != MaskKind::window};
   }
   if (head_dim <= 128 && head_dim_v <= 128) {
     // Without a mask the third Q buffer is worth less than a third stage of V.
-    const ForwardConfig main = full ? ForwardConfig{128, 128, 128, 2, 2, 2, false, 2, 3}
-                                    : ForwardConfig{128, 128, 128, 2, 3, 2};
-    return {main, {128, 128, 160, 2, 2, 2}, mask != MaskKind::window};
+    const ForwardConfig main = full ? ForwardConfig{128, 128, 128, 2, 2, 8, false, false, 2, 3}
+                                    : ForwardConfig{128, 128, 128, 2, 3, 8, false};
+    return {main, {128, 128, 160, 2, 2, 4, false}, mask != MaskKind::window};
   }
   if (head_dim <= 192 && head_dim_v <= 128) {
-    return {{192, 128, 128, 2, 1, 2}, {}, false};
+    return {{192, 128, 128, 2, 1, 8, false}, {}, false};
   }
   if (head_dim <= 192 && head_dim_v <= 192) {
-    return {{192, 192, 96, 2, 1, 2, true}, {}, false};
+    return {{192, 192, 96, 2, 1, 6, false, true}, {}, false};
   }
-  return {{256, 256, 64, 2, 1, 2, true}, {}, false};
+  return {{256, 256, 64, 2, 1, 4, false, true}, {}, false};
 }
 
 // Does the second shape serve these lengths better?

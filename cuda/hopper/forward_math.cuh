@@ -3,21 +3,21 @@
 //   1. wait for its turn; issue S = Q K^T of this step        (S: registers, fresh)
 //   2. issue O += P V of the step before                      (P, O: registers)
 //   3. pass the turn on; wait for S; free the stage of K; mask S if this tile needs it
-//   4. raise the row maxima; the early part of P = exp2(S - max)
+//   4. the first part of P = exp2(S - max) with the old row maxima, corrected if they grew much
 //   5. wait for the next K (this also keeps the next wait where it is: ptxas moves it up over the
 //      exponentials unless a basic block ends here) and for O; free the stage of V
-//   6. rescale O if a maximum grew much; the rest of P; convert P to 16 bits
+//   6. the rest of P; convert P to 16 bits; rescale O if a maximum grew much
 // Between two tiles it runs on: step 1 of the next tile's first step goes with step 2 of the last.
 #pragma once
 
 #include "attn/mask.cuh"
 #include "attn/softmax.cuh"
 #include "hopper/forward_output.cuh"
+#include "hopper/forward_products.cuh"
 #include "hopper/roles.cuh"
 #include "hopper/storage.cuh"
 #include "prim/named_barrier.cuh"
 #include "prim/registers.cuh"
-#include "prim/wgmma.cuh"
 #include "tile/fragment.cuh"
 
 namespace pantile::hopper {
@@ -27,11 +27,12 @@ class MathWarpgroup {
  public:
   PANTILE_DEVICE MathWarpgroup(ForwardStorage<kConfig>& storage, const ForwardParams& params,
                                int group, int warp)
-      : s_(storage), p_(params), group_(group), warp_(warp), lane_(prim::lane_index()) {
-    q_descriptor_ = prim::descriptor(prim::shared_address(s_.q[0][group]));
-    k_descriptor_ = prim::descriptor(prim::shared_address(s_.k[0]));
-    v_descriptor_ = prim::descriptor(prim::shared_address(s_.v[0]), kConfig.v_tile().panel_bytes());
-  }
+      : s_(storage),
+        p_(params),
+        group_(group),
+        warp_(warp),
+        lane_(prim::lane_index()),
+        products_(storage, group) {}
 
   PANTILE_DEVICE void run() {
     if (group_ == 0) {
@@ -55,7 +56,6 @@ class MathWarpgroup {
 
  private:
   static constexpr int kTileK = kConfig.tile_k;
-  static constexpr int kDim = kConfig.head_dim;
   static constexpr int kDimV = kConfig.head_dim_v;
   static constexpr int kKStages = kConfig.k_stages;
   static constexpr int kVStages = kConfig.v_stages;
@@ -63,11 +63,9 @@ class MathWarpgroup {
   static constexpr int kTileQ = kConfig.tile_q();
   static constexpr int kQ = kConfig.q_buffers;
   static constexpr bool kInQ = kConfig.output_in_q();
-  static constexpr int kColumnGroups = kTileK / 8;
-  // Whole A fragments of P, which are two groups of 8 columns.
-  static constexpr int kEarly = kConfig.early_quarters * (kTileK / 16) / 4 * 2;
+  static constexpr int kAhead = kConfig.ahead_groups;
+  static constexpr bool kOutputFirst = kConfig.output_first;
   using Barriers = MathBarriers<kGroups>;
-  static constexpr prim::Major kMajorK = prim::Major::k, kMajorMN = prim::Major::mn;
 
   // ---- tiles
 
@@ -102,49 +100,6 @@ class MathWarpgroup {
 
   // First key tile of the current tile; only windows start later than at key 0.
   PANTILE_DEVICE int visit_begin() const { return kMask == MaskKind::window ? visit_begin_ : 0; }
-
-  // ---- products
-
-  PANTILE_DEVICE void issue_scores() {
-    const std::uint32_t k =
-        descriptor_at(k_descriptor_, buffer_of<kKStages>(use_), kConfig.k_tile().bytes());
-    const std::uint32_t q =
-        descriptor_at(q_descriptor_, q_buffer_, kGroups * kConfig.q_tile().bytes());
-    prim::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      const int inside = step % 4 * 32;
-      const std::uint32_t a =
-          q + prim::descriptor_step(step / 4 * kConfig.q_tile().panel_bytes() + inside);
-      const std::uint32_t b =
-          k + prim::descriptor_step(step / 4 * kConfig.k_tile().panel_bytes() + inside);
-      if (step == 0) {
-        prim::wgmma_ss_write<kDType, kMajorK, kMajorK>(S, a, b);
-      } else {
-        prim::wgmma_ss<kDType, kMajorK, kMajorK>(S, a, b);
-      }
-    }
-    prim::wgmma_commit();
-  }
-
-  PANTILE_DEVICE void issue_output(std::uint32_t use) {
-    const std::uint32_t v =
-        descriptor_at(v_descriptor_, buffer_of<kVStages>(use), kConfig.v_tile().bytes());
-    prim::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kTileK / 16; ++step) {
-      prim::wgmma_rs<kDType, kMajorMN>(O, P[step],
-                                       v + prim::descriptor_step(step * 16 * tile::kPanelRowBytes),
-                                       step == 0 ? o_started_ : 1);
-    }
-    prim::wgmma_commit();
-  }
-
-  // Of a stage `bytes` long, in a uniform register.
-  PANTILE_DEVICE static std::uint32_t descriptor_at(std::uint32_t first, int stage, int bytes) {
-    return static_cast<std::uint32_t>(
-        prim::uniform(static_cast<int>(first + prim::descriptor_step(stage * bytes))));
-  }
 
   // ---- waiting and releasing
 
@@ -208,23 +163,53 @@ class MathWarpgroup {
     return kMask != MaskKind::full || visit_end_ > full_end_;
   }
 
-  template <bool kFirst>
-  PANTILE_DEVICE void early_softmax() {
-    softmax_.template raise_max<kFirst>(S, p_.scale_log2, p_.lazy_exponent);
-    softmax_.template exponentiate<0, kEarly>(S, p_.scale_log2);
-    if constexpr (kEarly == kColumnGroups) {
-      softmax_.template add_sums<kFirst>();
+  // Both parts of the softmax of a tile's first step; O of the tile before may be in flight.
+  PANTILE_DEVICE void start_softmax() {
+    softmax_.start(S, p_.scale_log2);
+    if constexpr (!kOutputFirst) {
+      softmax_.template exponentiate<0, kAhead>(S, p_.scale_log2);
     }
     prim::pin(S);
   }
 
-  template <bool kFirst>
-  PANTILE_DEVICE void late_softmax() {
-    if constexpr (kEarly < kColumnGroups) {
-      softmax_.template exponentiate<kEarly, kColumnGroups>(S, p_.scale_log2);
-      softmax_.template add_sums<kFirst>();
+  PANTILE_DEVICE void finish_first_softmax() {
+    softmax_.template finish<kOutputFirst ? 0 : kAhead>(S, p_.scale_log2);
+    products_.set_p(S);
+  }
+
+  // The softmax of any other step. `before`: the use of V whose product is in flight.
+  PANTILE_DEVICE void softmax(std::uint32_t before, bool last) {
+    if constexpr (kOutputFirst) {
+      await_output(before, last);
     }
-    tile::accumulator_to_operand<kDType>(P, S);
+    float guessed[4 * kAhead], largest[2];
+    const bool right =
+        softmax_.template guess<kAhead>(S, guessed, largest, p_.scale_log2, p_.slack);
+    if (!right) {
+      softmax_.template correct<kAhead>(S, guessed, largest, p_.scale_log2, p_.slack);
+    }
+#pragma unroll
+    for (int e = 0; e < 4 * kAhead; ++e) {
+      S[e] = guessed[e];
+    }
+    if constexpr (!kOutputFirst) {
+      await_output(before, last);
+    }
+    softmax_.template finish<kAhead>(S, p_.scale_log2);
+    products_.set_p(S);
+    if (!right) {
+      softmax_.rescale(O);
+    }
+  }
+
+  // Waits for the next K, unless this is the last step of its tile, and for O.
+  PANTILE_DEVICE void await_output(std::uint32_t before, bool last) {
+    if (!last) {
+      wait_k(use_ + 1);
+    }
+    prim::wgmma_wait<0>();
+    prim::pin(O);
+    release(s_.v_empty[buffer_of<kVStages>(before)]);
   }
 
   // ---- steps
@@ -232,7 +217,7 @@ class MathWarpgroup {
   // The first step of a tile that no other tile's last step can hide.
   PANTILE_DEVICE void first_step() {
     wait_k(use_);
-    issue_scores();
+    products_.issue_scores(S, use_, q_buffer_);
     take_bounds();
     prim::wgmma_wait<0>();
     prim::pin(S);
@@ -241,8 +226,8 @@ class MathWarpgroup {
       release(s_.q_empty[0]);
     }
     begin_tile();
-    early_softmax<true>();
-    late_softmax<true>();
+    start_softmax();
+    finish_first_softmax();
     if (visit_end_ - visit_begin() > 1) {
       wait_k(use_ + 1);
     }
@@ -264,9 +249,9 @@ class MathWarpgroup {
       wait_for_guards();
     }
     take_turn();
-    issue_scores();
+    products_.issue_scores(S, use_, q_buffer_);
     wait_v(before);
-    issue_output(before);
+    products_.issue_output(O, before, o_started_);
     o_started_ = 1;
     if constexpr (kMasked) {
       v_guarded_ = careful_;
@@ -281,20 +266,7 @@ class MathWarpgroup {
     if constexpr (kMasked) {
       mask(key_tile);
     }
-    early_softmax<false>();
-    if (key_tile > visit_begin()) {
-      wait_k(use_ + 1);
-    }
-    prim::wgmma_wait<0>();
-    prim::pin(O);
-    release(s_.v_empty[buffer_of<kVStages>(before)]);
-    if constexpr (kEarly < kColumnGroups) {
-      softmax_.rescale(O);
-      late_softmax<false>();
-    } else {
-      late_softmax<false>();
-      softmax_.rescale(O);
-    }
+    softmax(before, key_tile == visit_begin());
   }
 
   // All steps of a tile but the first: masked, unmasked, and for windows masked again.
@@ -332,7 +304,7 @@ class MathWarpgroup {
     await_tile();
     if (visit_end_ == 0) {
       wait_v(before);
-      issue_output(before);
+      products_.issue_output(O, before, o_started_);
       finish_rows(tile_ - 1);
       prim::wgmma_wait<0>();
       prim::pin(O);
@@ -343,9 +315,9 @@ class MathWarpgroup {
     }
     wait_k(use_);
     take_turn();  // also: all warps of this group are past their last product with the old Q
-    issue_scores();
+    products_.issue_scores(S, use_, q_buffer_);
     wait_v(before);
-    issue_output(before);
+    products_.issue_output(O, before, o_started_);
     pass_turn();
     finish_rows(tile_ - 1);
     take_bounds();
@@ -353,14 +325,9 @@ class MathWarpgroup {
     prim::pin(S);
     release(s_.k_empty[buffer_of<kKStages>(use_)]);
     begin_tile();
-    early_softmax<true>();
-    if (visit_end_ - visit_begin() > 1) {
-      wait_k(use_ + 1);
-    }
-    prim::wgmma_wait<0>();
-    prim::pin(O);
-    release(s_.v_empty[buffer_of<kVStages>(before)]);
-    late_softmax<true>();
+    start_softmax();
+    await_output(before, visit_end_ - visit_begin() == 1);
+    finish_first_softmax();
     write_output(tile_ - 1, finished_buffer);
     return true;
   }
@@ -369,7 +336,7 @@ class MathWarpgroup {
   PANTILE_DEVICE bool next_tile() {
     wait_for_guards();
     wait_v(use_);
-    issue_output(use_);
+    products_.issue_output(O, use_, o_started_);
     finish_rows(tile_);
     prim::wgmma_wait<0>();
     prim::pin(O);
@@ -419,11 +386,10 @@ class MathWarpgroup {
   ForwardStorage<kConfig>& s_;
   const ForwardParams& p_;
   int group_, warp_, lane_;  // math warpgroup, warp in it, lane
-  std::uint32_t q_descriptor_, k_descriptor_, v_descriptor_;
+  Products<kConfig, kDType> products_;
 
   float O[kDimV / 2];
   float S[kTileK / 2];
-  std::uint32_t P[kTileK / 16][4];
   attn::OnlineSoftmax<kTileK / 2> softmax_;
   float inverse_[2];  // of the row sums of the finished tile
 

@@ -84,7 +84,7 @@ inline ForwardParams forward_params(const ForwardConfig& config, const ForwardPl
   params.v_panels = panels_per_copy(p.head_dim_v, config.v_tile().panels() * tile::kPanelColumns);
   params.scale = p.scale;
   params.scale_log2 = logit_scale(p.scale);
-  params.lazy_exponent = p.wants_max_logit ? 0.0f : attn::kLazyExponent;
+  params.slack = p.wants_max_logit ? 0.0f : attn::kLazyExponent / params.scale_log2;
   params.lse = p.wants_lse ? t.lse : nullptr;
   params.lse_head = p.packed_q ? p.total_q : p.seqlen_q;
   params.lse_batch = p.packed_q ? 0 : p.heads_q * p.seqlen_q;
