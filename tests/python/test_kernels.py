@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pantile
 import pytest
+import torch
 from support import (
     DTYPES,
     Target,
@@ -96,6 +97,23 @@ def test_row_serves_smaller_head_dims(compiled_row):
     if plan.kernel != compiled_row["name"]:
         pytest.skip(f"{plan.kernel or plan.reason}")
     check_row(compiled_row, case, row_target(compiled_row))
+
+
+def test_row_with_moving_maxima(compiled_row):
+    """Along the keys the scores of every other row rise by far more than rounding or a lazy maximum
+    forgives, those of the others fall: whichever way a kernel walks, some maxima grow each step."""
+    if compiled_row["pass"] != "forward":
+        pytest.skip("a matter of the forward")
+    for arguments in row_masks(compiled_row):
+        case = row_case(compiled_row, 150, 700, arguments)
+        sign = torch.ones(case.q.shape[1], 1, dtype=case.q.dtype, device=case.q.device)
+        sign[::2] = -1
+        case.q[..., 0] = sign
+        ramp = (
+            torch.linspace(0, 100, case.k.shape[1], dtype=torch.float64) * case.q.shape[-1] ** 0.5
+        )
+        case.k[..., 0] = ramp.to(case.k)[:, None]
+        check_forward(case, row_target(compiled_row))
 
 
 def test_row_packed_sequences(compiled_row):
