@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 
+import results_backward as backward
 import results_fp8 as fp8
 import results_reports as reports
 import results_softmax
@@ -23,6 +24,10 @@ from results_files import ROOT
 BLOCKS: dict[str, Callable[[pathlib.Path], list[str]]] = {
     "accuracy": reports.accuracy,
     "accuracy-fp8": reports.accuracy_fp8,
+    "backward-cells": backward.cells,
+    "backward-deterministic": backward.deterministic,
+    "backward-stalls": backward.stalls,
+    "backward-variants": backward.variants,
     "build": reports.build_facts,
     "fp8-gradient": fp8.gradient,
     "fp8-law": fp8.law,

@@ -136,6 +136,24 @@ def test_ratio_is_to_the_fastest_peer():
     assert sweep.ratio({"pantile": {"ms": 1.0}})[1] == "-"
 
 
+def test_deterministic_figures_are_ours_and_no_peers():
+    results = timing("x", 2.0, a=3.0)["results"]["back_to_back"]
+    results[sweep.DETERMINISTIC] = {"ms": 1.0}
+    assert sweep.ratio(results) == (1.5, "a")
+
+
+def test_appended_run_keeps_earlier_timings():
+    def lines(run: str, case: str) -> list[dict]:
+        rows = [timing(case, 2.0, a=4.0) | {"kind": "timing"}]
+        return [{"kind": "run", "commit": run}, *rows, *sweep.summarise(rows)]
+
+    found = sweep.joined(lines("1", "x"), lines("2", "y"))
+    assert [line["kind"] for line in found] == ["run", "timing", "timing", "summary"]
+    assert [line.get("case") for line in found[1:3]] == ["x", "y"]
+    assert found[0]["commit"] == "1"
+    assert found[3]["cells"] == 2
+
+
 def test_summary():
     rows = [timing("x", 2.0, a=4.0), timing("y", 2.0, a=1.0), timing("z", 2.0)]
     (line,) = sweep.summarise(rows)

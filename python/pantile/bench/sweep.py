@@ -261,6 +261,12 @@ def write(path: pathlib.Path, lines: list[dict]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def joined(earlier: list[dict], lines: list[dict]) -> list[dict]:
+    """The lines of one results file for two runs of the same build, one after the other."""
+    rows = [line for line in [*earlier, *lines] if line["kind"] == "timing"]
+    return [earlier[0], *rows, *summarise(rows)]
+
+
 # ---- what the scripts in benchmarks/ share
 
 
@@ -319,6 +325,7 @@ def parser(doc: str, wanted: list[str], out: str) -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--round-ms", type=float, default=12.0)
     p.add_argument("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results") / out)
+    p.add_argument("--append", action="store_true", help="keep the timings that --out holds")
     return p
 
 
@@ -359,5 +366,8 @@ def main(arguments, backend: str, extra: Callable[[], list[Case]]) -> None:
     for line in lines:
         if line["kind"] == "summary":
             print(summary_text(line))
+    if arguments.append and arguments.out.exists():
+        earlier = [json.loads(line) for line in arguments.out.read_text().splitlines()]
+        lines = joined(earlier, lines)
     write(arguments.out, lines)
     print(f"wrote {arguments.out}")

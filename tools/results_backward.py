@@ -1,0 +1,77 @@
+"""Tables of docs/hopper-backward.md: every measured cell, the deterministic mode, the variants."""
+
+from __future__ import annotations
+
+import pathlib
+
+import results_speed as speed
+from results_files import OURS, RESULTS, lines_of, link, mean, table
+
+STATE = "back_to_back"
+DETERMINISTIC = f"{OURS}, deterministic"
+CELLS = RESULTS / "h200_backward.jsonl"
+VARIANTS = RESULTS / "h200_backward_variants.jsonl"
+
+
+def cells(page: pathlib.Path) -> list[str]:
+    lines = lines_of(CELLS)
+    rows = [line for line in lines if line["kind"] == "timing" and OURS in line["results"][STATE]]
+    return [
+        f"{speed.run_facts(lines[0])} ({link(CELLS, page)}). TFLOP/s, in brackets the ratio to the "
+        f"best of {speed.peers_text(rows, STATE)}.",
+        "",
+        *speed.grid_table(rows, STATE, 1.0),
+        "",
+        *speed.special_table(rows, STATE, "TFLOP/s", 1.0),
+    ]
+
+
+def deterministic(page: pathlib.Path) -> list[str]:
+    """Share of the ordinary mode's speed, by head dim and mask."""
+    shares: dict[tuple[int, bool], dict[int, float]] = {}
+    for line in lines_of(CELLS):
+        results = line["results"][STATE] if line["kind"] == "timing" else {}
+        if DETERMINISTIC in results and speed.is_grid(line):
+            share = results[OURS]["ms"] / results[DETERMINISTIC]["ms"]
+            key = (line["head_dim"], line["causal"])
+            shares.setdefault(key, {})[line["seqlen"]] = share
+    if not shares:
+        return ["Not measured in this run."]
+    lengths = sorted({n for row in shares.values() for n in row})
+    rows = [
+        [f"{d} {'causal' if causal else 'full'}"]
+        + [f"{row[n]:.3f}" if n in row else "-" for n in lengths]
+        for (d, causal), row in sorted(shares.items())
+    ]
+    everything = [share for row in shares.values() for share in row.values()]
+    return [
+        f"Speed against the ordinary mode in the same run ({link(CELLS, page)}), geometric mean "
+        f"{mean(everything):.3f}:",
+        "",
+        *table(["d, mask", *map(str, lengths)], rows),
+    ]
+
+
+def variants(page: pathlib.Path) -> list[str]:
+    """What was tried: TFLOP/s of every variant, interleaved with the others of its column."""
+    lines = lines_of(VARIANTS)
+    names = {line["variant"]: line["what"] for line in lines if line["kind"] == "variant"}
+    timed = [line for line in lines if line["kind"] == "variant_timing"]
+    out = [f"TFLOP/s, variants of a column interleaved ({link(VARIANTS, page)}).", ""]
+    for title in dict.fromkeys(line["table"] for line in timed):
+        columns = [line for line in timed if line["table"] == title]
+        rows = [
+            [what, *(f"{c['tflops'][v]:.0f}" if v in c["tflops"] else "-" for c in columns)]
+            for v, what in names.items()
+            if any(v in c["tflops"] for c in columns)
+        ]
+        out += [*table([title, *(c["case"] for c in columns)], rows), ""]
+    return out[:-1]
+
+
+def stalls(page: pathlib.Path) -> list[str]:
+    """Where the warps of the consumers were found, share of the samples."""
+    (found,) = (line for line in lines_of(VARIANTS) if line["kind"] == "stalls")
+    parts = sorted(found["parts"].items(), key=lambda part: -part[1])
+    texts = (f"{name} {100 * count / found['samples']:.0f} %" for name, count in parts)
+    return [f"{found['case']} ({link(VARIANTS, page)}): {', '.join(texts)}."]
