@@ -8,7 +8,7 @@ from results_files import link, rows_of, table
 
 
 def number(x: float) -> str:
-    return f"{x:.1e}".replace("e-0", "e-")
+    return f"{x:.1e}".replace("e-0", "e-") if x else "0"
 
 
 def law(page: pathlib.Path) -> list[str]:
