@@ -612,13 +612,13 @@ LISTED = {
         ),
         (
             "Scaling.ScalesAreTheSmallestSufficientPowersOfTwo",
-            "(float_bits(amax / limit) + 0x7fffffu)",
-            "(float_bits(amax / limit) + 0x800000u)",
+            "+ 0x7fffffu) & 0x7f800000u",
+            "+ 0x800000u) & 0x7f800000u",
         ),
         (
             "Scaling.ScalesAreTheSmallestSufficientPowersOfTwo",
-            "(float_bits(amax / limit) + 0x7fffffu)",
-            "(float_bits(amax / limit) + 0x7ffffeu)",
+            "+ 0x7fffffu) & 0x7f800000u",
+            "+ 0x7ffffeu) & 0x7f800000u",
         ),
         (
             "Scaling.FunctionsAreConstantExpressions",
