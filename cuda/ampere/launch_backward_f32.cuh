@@ -43,7 +43,7 @@ class BackwardCallF32 {
     static_assert(backward_shared_bytes(kTile, kHeadDim) <= shared_class_bytes(kShared));
     Status status;
     if (forward_.batch * forward_.heads_q * counted_rows(forward_) > 0) {
-      status = compute_row_terms();
+      status = compute_row_terms<kHeadDim>();
     }
     const BackwardParamsF32 params = main_params();
     if (status.ok()) {
@@ -79,6 +79,7 @@ class BackwardCallF32 {
     return forward_.packed_q ? forward_.total_q : forward_.batch * forward_.seqlen_q;
   }
 
+  template <int kHeadDim>
   Status compute_row_terms() const {
     RowTermsParamsF32 params;
     params.o = make_operand(tensors_.forward.o, forward_.o, forward_.packed_q);
@@ -93,7 +94,7 @@ class BackwardCallF32 {
     params.rows = term_rows();
     params.row_terms = row_terms_;
     const std::int64_t warps = params.rows * params.heads_q;
-    return launch("row_terms_f32", row_terms_f32,
+    return launch("row_terms_f32", row_terms_f32<kHeadDim>,
                   static_cast<int>(core::ceil_div<std::int64_t>(warps, kTermThreadsF32 / 32)),
                   kTermThreadsF32, 0, stream_, params);
   }

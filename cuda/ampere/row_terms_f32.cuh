@@ -24,6 +24,8 @@ struct RowTermsParamsF32 {
 inline constexpr int kTermThreadsF32 = 256;
 
 // One warp a row and head. Rows that no sequence has (seqused) are passed over or never read.
+// A template on the table row's head dim only so that every instance has a kernel of its own.
+template <int kHeadDim>
 __global__ void __launch_bounds__(kTermThreadsF32)
     row_terms_f32(const __grid_constant__ RowTermsParamsF32 params) {
   const std::int64_t index =
