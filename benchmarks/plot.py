@@ -126,7 +126,8 @@ def draw_speed(lines: list[dict], what: str):
     plt = pyplot()
     rows = grid_rows(lines, what)
     head_dims, masks = sorted({row["head_dim"] for row in rows}), masks_of(rows)
-    names = list(dict.fromkeys(n for row in rows for n in row["results"][STATE]))
+    names = dict.fromkeys(n for row in rows for n in row["results"][STATE])
+    names = [n for n in names if not n.startswith(f"{OURS},")]  # our variants: tables show them
     colours = {name: f"C{i}" for i, name in enumerate(names)}
     figure, axes = plt.subplots(
         len(masks),

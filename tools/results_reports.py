@@ -281,14 +281,12 @@ def accuracy_fp8(page: pathlib.Path) -> list[str]:
     path, run, _ = found[0]
     kinds = list(dict.fromkeys((r["head_dim"], r["mask"]) for _, _, r in found))
     names = list(dict.fromkeys(r["implementation"] for _, _, r in found))
-    cells = {(r["implementation"], r["head_dim"], r["mask"]): r for _, _, r in found}
-    rows = []
-    for name in names:
-        texts = []
-        for kind in kinds:
-            row = cells[(name, *kind)]
-            texts.append("-" if row["absent"] else f"{scientific(row['errors']['o']['rmse'])}")
-        rows.append([name, *texts])
+    cells = {
+        (r["implementation"], r["head_dim"], r["mask"]): scientific(r["errors"]["o"]["rmse"])
+        for _, _, r in found
+        if r["errors"]
+    }
+    rows = [[name, *(cells.get((name, *kind), "-") for kind in kinds)] for name in names]
     head = f"RMSE of O, {found[0][2]['length']} tokens, {run['device']}, commit {run['commit']}"
     absent = {r["implementation"]: r["absent"] for _, _, r in found if r["absent"]}
     return [
