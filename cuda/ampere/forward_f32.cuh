@@ -214,10 +214,11 @@ class ForwardBlockF32 {
     }
   }
 
-  // The barrier behind the fetch of V tile n.
+  // The barrier behind the fetch of V tile n, and another one behind a look at what was fetched.
   PANTILE_DEVICE void publish_values(int n) {
     float* const v = reinterpret_cast<float*>(stage().v);
     constexpr int kFloats = kTileK * Config::kDepth;
+    __syncthreads();
     bool found = false;
 #pragma unroll
     for (int i = 0; i < kFloats / 4; i += Config::kThreads) {
