@@ -201,17 +201,41 @@ def repeat(page: pathlib.Path) -> list[str]:
     return table(columns, rows)
 
 
-HEADLINE = {
-    "h200_forward.jsonl": ("forward, bf16", "forward"),
-    "h200_backward.jsonl": ("backward, bf16", "backward"),
-}
+# File, title, pass, and the only peer that counts (None: the best of each cell).
+HEADLINE = (
+    ("h200_forward.jsonl", "forward, bf16", "forward", None),
+    ("h200_backward.jsonl", "backward, bf16", "backward", None),
+    ("h200_fp8.jsonl", "forward, FP8", "forward", None),
+    (
+        "h200_ampere.jsonl",
+        "Ampere path against FlashAttention-2, forward, bf16",
+        "forward",
+        "FA2 (torch)",
+    ),
+)
+
+
+def only_against(lines: list[dict], peer: str | None) -> list[dict]:
+    """The lines with no other peer in their results."""
+    if peer is None:
+        return lines
+    kept = []
+    for line in (line for line in lines if line["kind"] == "timing"):
+        results = {
+            state: {n: r for n, r in found.items() if n in (OURS, peer)}
+            for state, found in line["results"].items()
+        }
+        kept.append(line | {"results": results})
+    return kept
 
 
 def headline(page: pathlib.Path) -> list[str]:
     rows = []
-    for name, (title, what) in HEADLINE.items():
+    for name, title, what, peer in HEADLINE:
         path = results_files.RESULTS / name
-        values = ratios(lines_of(path), what, "back_to_back")
+        if not path.exists():
+            continue
+        values = ratios(only_against(lines_of(path), peer), what, "back_to_back")
         numbers = list(values.values())
         figures = [f"{len(numbers)}", f"{mean(numbers):.2f}x", f"{min(numbers):.2f}x"]
         rows.append([f"{title} ({link(path, page)})", *figures])

@@ -77,6 +77,13 @@ def test_two_runs_are_compared_by_their_ratios(results):
     assert results_files.speed_files() == []
 
 
+def test_a_headline_may_name_its_only_peer():
+    rows = [timing("d64 full 512", "forward", 512, 1.0, a=3.0, b=0.5)]
+    kept = results_speed.only_against(rows, "a")
+    assert results_speed.ratios(kept, "forward", "back_to_back") == {"d64 full 512": 3.0}
+    assert results_speed.ratios(rows, "forward", "back_to_back") == {"d64 full 512": 0.5}
+
+
 def test_our_variants_are_no_peers(results):
     run = {"kind": "run", "torch": "2.11", "commit": "abc", "state_before": {"name": "GPU X"}}
     variant = {"pantile, deterministic": 2.0}
