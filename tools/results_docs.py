@@ -38,6 +38,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], list[str]]] = {
     "io-check": reports.io_check,
     "io-table": reports.io_table,
     "memory": reports.memory,
+    "plots": results_speed.plots,
     "repeat": results_speed.repeat,
     "roofline": reports.roofline_table,
     "softmax-counters": results_softmax.counters,

@@ -237,6 +237,8 @@ def headline(page: pathlib.Path) -> list[str]:
             continue
         values = ratios(only_against(lines_of(path), peer), what, "back_to_back")
         numbers = list(values.values())
+        if not numbers:
+            continue
         figures = [f"{len(numbers)}", f"{mean(numbers):.2f}x", f"{min(numbers):.2f}x"]
         rows.append([f"{title} ({link(path, page)})", *figures])
     path = results_files.RESULTS / "h200_train_gpt.json"
@@ -245,6 +247,20 @@ def headline(page: pathlib.Path) -> list[str]:
         title = f"training step of a {values[1]:.0f} M parameter GPT, 8k context"
         rows.append([f"{title} ({link(path, page)})", "1", f"{values[0]:.2f}x", ""])
     return table(["against the best peer of each cell", "cells", "geometric mean", "worst"], rows)
+
+
+# Plots of the README, as far as they are there.
+PLOTS = {
+    "h200_forward.png": "forward on the H200",
+    "h200_backward.png": "backward on the H200",
+    "h200_fp8_forward.png": "FP8 forward on the H200",
+    "h200_memory.png": "memory against length on the H200",
+}
+
+
+def plots(page: pathlib.Path) -> list[str]:
+    paths = {results_files.RESULTS / name: title for name, title in PLOTS.items()}
+    return [image(path, title, page) for path, title in paths.items() if path.exists()]
 
 
 def train_ratio(result: dict) -> tuple[float, float] | None:

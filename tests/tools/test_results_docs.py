@@ -77,6 +77,14 @@ def test_two_runs_are_compared_by_their_ratios(results):
     assert results_files.speed_files() == []
 
 
+def test_the_readme_shows_the_plots_that_are_there(results):
+    page = results_files.ROOT / "README.md"
+    assert results_speed.plots(page) == []
+    (results / "h200_memory.png").touch()
+    (shown,) = results_speed.plots(page)
+    assert shown.endswith("(benchmarks/results/h200_memory.png)")
+
+
 def test_a_headline_may_name_its_only_peer():
     rows = [timing("d64 full 512", "forward", 512, 1.0, a=3.0, b=0.5)]
     kept = results_speed.only_against(rows, "a")
