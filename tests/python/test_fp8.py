@@ -751,6 +751,18 @@ def test_opcheck():
         )
 
 
+def test_short_cut_equals_operators():
+    """The short cut around the dispatcher and the operators give the same bits."""
+    tensors = operands(2, 100, 130, 4, 2)
+    results = []
+    for watched in (False, True):
+        with torch.autograd.profiler.profile(enabled=watched):
+            results.append(
+                pantile.attention(*tensors, return_lse=True, options=pantile.Options(fp8=True))
+            )
+    assert_same_bits(*results, ("o", "lse"))
+
+
 def test_compiles_in_one_graph():
     torch._dynamo.reset()
 
