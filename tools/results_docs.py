@@ -33,6 +33,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], list[str]]] = {
     "fp8-law": fp8.law,
     "fp8-length": fp8.length,
     "fp8-offset": fp8.offset,
+    "fp8-training": fp8.training,
     "gpus": reports.gpus,
     "headline": results_speed.headline,
     "io-check": reports.io_check,

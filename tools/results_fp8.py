@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 
-from results_files import link, rows_of, table
+from results_files import RESULTS, link, rows_of, table
 
 
 def number(x: float) -> str:
@@ -72,4 +73,21 @@ def gradient(page: pathlib.Path) -> list[str]:
         f"Relative errors; of LSE the RMS error in nats ({link(found[0][0], page)}).",
         "",
         *table(["forward", "O", "LSE", "dQ", "dK", "dV"], rows),
+    ]
+
+
+def training(page: pathlib.Path) -> list[str]:
+    """Mean loss of the last tenth of the steps, as examples/train_gpt.py prints it."""
+    path = RESULTS / "h200_train_gpt_fp8.json"
+    if not path.exists():
+        return ["Not measured yet."]
+    report = json.loads(path.read_text())
+    last = max(1, report["steps"] // 10)
+    means = {r["attention"]: sum(r["losses"][-last:]) / last for r in report["runs"]}
+    plain, fp8 = means["pantile"], means["pantile-fp8"]
+    return [
+        f"{report['parameters'] / 1e6:.0f} M parameters, {report['steps']} steps of "
+        f"{report['batch']} x {report['context']} tokens, {report['device']}: mean loss of the "
+        f"last {last} steps {plain:.4f} in bf16 and {fp8:.4f} with the FP8 forward, "
+        f"{fp8 / plain - 1:+.2%} ({link(path, page)}).",
     ]
