@@ -1,5 +1,6 @@
 // Which forward problems the ampere kernels serve, and with which tiles. No CUDA headers.
 #include <cinttypes>
+#include <cmath>
 
 #include "ampere/config.h"
 #include "ampere/config_f32.h"
@@ -59,6 +60,17 @@ Status softmax_rule(const KernelInfo& row, const ForwardProblem& p) {
         StatusCode::unsupported,
         "has its softmax on vector units, softmax is tensor (there is one for head "
         "dims 64 and 128, full and causal masks)");
+  }
+  if (p.wants_max_logit && softmax.mode != SoftmaxMode::exact) {
+    return Status::error(StatusCode::unsupported,
+                         "finds the largest logit with softmax_mode = exact only");
+  }
+  const double factor = std::abs(static_cast<double>(p.scale)) * core::kLog2E;
+  if (softmax.mode == SoftmaxMode::fast_scale && p.dtype == DType::f16 && factor > 1.0) {
+    return Status::error(StatusCode::unsupported,
+                         "folds scale * log2(e) into an f16 Q only up to 1, where nothing can "
+                         "overflow; it is %g (softmax_mode = fast_scale)",
+                         factor);
   }
   return Status();
 }

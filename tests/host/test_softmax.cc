@@ -133,6 +133,20 @@ TEST(Softmax, HopperHasOneThreshold) {
   EXPECT_NE(refusal(h100(), p, Backend::hopper).find("rescale_threshold 8"), std::string::npos);
 }
 
+TEST(Softmax, ModesRefuseWhatTheyCannotGive) {
+  ForwardProblem p = problem_of(64, false);
+  p.softmax.unit = kTensor;
+  p.softmax.mode = SoftmaxMode::surrogate;
+  p.wants_max_logit = true;
+  EXPECT_NE(refusal(a100(), p, Backend::ampere).find("softmax_mode = exact only"),
+            std::string::npos);
+  p.wants_max_logit = false;
+  p.softmax.mode = SoftmaxMode::fast_scale;
+  p.dtype = DType::f16;
+  p.scale = -0.75f;
+  EXPECT_NE(refusal(a100(), p, Backend::ampere).find("only up to 1"), std::string::npos);
+}
+
 TEST(Softmax, PlansSayWhatRuns) {
   ForwardProblem p = problem_of(128, false);
   EXPECT_EQ(plan_on(cpu_device(), p, Backend::cpu).softmax.unit, kVector);
