@@ -251,7 +251,7 @@ def main() -> None:
                 "state_before": measure.gpu_state(),
             }
             found[report] = [header, *run()]
-            sweep.write(arguments.out, [row for r in REPORTS for row in found.get(r, [])])
+            sweep.write(arguments.out, [row for rows in found.values() for row in rows])
     print(f"wrote {arguments.out}")
 
 
