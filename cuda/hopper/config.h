@@ -95,23 +95,20 @@ constexpr ForwardShapes forward_shapes(int head_dim, int head_dim_v, MaskKind ma
   const bool full = mask == MaskKind::full;
   if (head_dim <= 64 && head_dim_v <= 64) {
     return {{64, 64, 128, 3, 3, 4, true, false, 4, 4},
-            {64, 64, 128, 2, 4, 8, false, false, 4, 4},
+            {64, 64, 128, 2, 4, 6, false, false, 4, 4},
             !full};
   }
-  if (head_dim <= 80 && head_dim_v <= 80) {  // one sixth less work than in the tiles of 96 columns
-    return {{80, 80, 128, 2, 3, 2}, {80, 80, 160, 2, 2, 2}, mask != MaskKind::window};
-  }
   if (head_dim <= 96 && head_dim_v <= 96) {
-    return {{96, 96, 128, 2, 3, 8, false}, {96, 96, 160, 2, 2, 6, false}, mask != MaskKind::window};
+    return {{96, 96, 128, 2, 3, 6, false}, {96, 96, 160, 2, 2, 4, false}, mask != MaskKind::window};
   }
   if (head_dim <= 128 && head_dim_v <= 128) {
     // Without a mask the third Q buffer is worth less than a third stage of V.
-    const ForwardConfig main = full ? ForwardConfig{128, 128, 128, 2, 2, 8, false, false, 2, 3}
-                                    : ForwardConfig{128, 128, 128, 2, 3, 8, false};
-    return {main, {128, 128, 160, 2, 2, 4, false}, mask != MaskKind::window};
+    const ForwardConfig main = full ? ForwardConfig{128, 128, 128, 2, 2, 6, false, false, 2, 3}
+                                    : ForwardConfig{128, 128, 128, 2, 3, 6, false};
+    return {main, {128, 128, 160, 2, 2, 4, false}, full};
   }
   if (head_dim <= 192 && head_dim_v <= 128) {
-    return {{192, 128, 128, 2, 1, 8, false}, {}, false};
+    return {{192, 128, 128, 2, 1, 6, false}, {}, false};
   }
   if (head_dim <= 192 && head_dim_v <= 192) {
     return {{192, 192, 96, 2, 1, 6, false, true}, {}, false};
@@ -129,7 +126,7 @@ constexpr bool prefers_other_shape(int head_dim, MaskKind mask, std::int64_t seq
   if (head_dim <= 96) {
     return mask == MaskKind::full ? seqlen_k >= 2048 : seqlen_k >= 4096;
   }
-  return mask == MaskKind::full ? seqlen_k >= 4096 : seqlen_k > 4096;
+  return seqlen_k >= 4096;
 }
 
 // A kernel's shape and mask as a type (nvcc 13.0 cannot launch a __global__ template that has a

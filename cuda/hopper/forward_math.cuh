@@ -386,7 +386,7 @@ class MathWarpgroup {
   ForwardStorage<kConfig>& s_;
   const ForwardParams& p_;
   int group_, warp_, lane_;  // math warpgroup, warp in it, lane
-  Products<kConfig, kDType> products_;
+  Products<kConfig, kDType, kMask> products_;
 
   float O[kDimV / 2];
   float S[kTileK / 2];

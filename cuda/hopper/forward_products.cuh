@@ -12,13 +12,18 @@
 
 namespace pantile::hopper {
 
-template <ForwardConfig kConfig, DType kDType>
+template <ForwardConfig kConfig, DType kDType, MaskKind kMask>
 class Products {
  public:
   PANTILE_DEVICE Products(ForwardStorage<kConfig>& s, int group) {
     q_ = prim::descriptor(prim::shared_address(s.q[0][group]));
     k_ = prim::descriptor(prim::shared_address(s.k[0]));
     v_ = prim::descriptor(prim::shared_address(s.v[0]), kConfig.v_tile().panel_bytes());
+    if constexpr (kConfig.math_warpgroups == 2 || kMask == MaskKind::full) {
+      // Opaque from here on, or ptxas works them out anew in every step: 16 instructions of 515 at
+      // head dim 64. With a mask, three warpgroups have no registers for that.
+      asm volatile("" : "+r"(q_), "+r"(k_), "+r"(v_));
+    }
   }
 
   // S = Q K^T with the `use`-th tile of K.
