@@ -99,7 +99,7 @@ constexpr ForwardShapes forward_shapes(int head_dim, int head_dim_v, MaskKind ma
             !full};
   }
   if (head_dim <= 80 && head_dim_v <= 80) {  // one sixth less work than in the tiles of 96 columns
-    return {{80, 80, 128, 2, 3, 2}, {80, 80, 160, 2, 2, 2}, mask != MaskKind::window};
+    return {{80, 80, 128, 2, 3, 6, false}, {80, 80, 160, 2, 2, 4, false}, mask != MaskKind::window};
   }
   if (head_dim <= 96 && head_dim_v <= 96) {
     return {{96, 96, 128, 2, 3, 6, false}, {96, 96, 160, 2, 2, 4, false}, mask != MaskKind::window};
