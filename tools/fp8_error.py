@@ -169,17 +169,19 @@ def gradient_rows() -> Iterator[dict]:
                 **gradient_errors(grads, truths),
             }
         settings = (None, None, None, None, 0, 0, None, -1, 0, "cpu")
-        grads = torch.ops.pantile.backward(
-            grad_o, None, *tensors, mine.detach(), lse.detach().float(), *settings, False
-        )
-        yield {
-            "kind": "fp8_gradient",
-            "forward": "fp8, exact LSE",
-            "head_dim": head_dim,
-            "o": relative(mine.detach(), o.detach()),
-            "lse": 0.0,
-            **gradient_errors(grads, truths),
-        }
+        o_fp8, lse_fp8 = mine.detach(), mine_lse.detach()
+        for name, used in (("FP8's LSE", lse_fp8), ("FP8's O alone", lse.detach().float())):
+            grads = torch.ops.pantile.backward(
+                grad_o, None, *tensors, o_fp8, used, *settings, False
+            )
+            yield {
+                "kind": "fp8_gradient",
+                "forward": f"fp8, backward at {name}" + (" and O" if used is lse_fp8 else ""),
+                "head_dim": head_dim,
+                "o": relative(o_fp8, o.detach()),
+                "lse": rms(used - lse.detach()),
+                **gradient_errors(grads, truths),
+            }
 
 
 PARTS = {

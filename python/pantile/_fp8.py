@@ -50,7 +50,7 @@ def quantize(
     processing); K smoothing of SageAttention (Zhang et al. 2024).
 
     ``attention(quantize(q, k, v))`` is differentiable with respect to q, k and v: the gradient is
-    that of the unquantised attention, taken at the FP8 forward's output.
+    that of the unquantised attention.
 
     Args:
         q, k, v: torch tensors as :func:`attention` takes them, float32, float16 or bfloat16; with

@@ -1,8 +1,8 @@
 """The torch operators ``pantile::quantize`` and ``pantile::fp8_forward``.
 
-Only the forward works on codes. Its backward is ``pantile::backward`` on the unquantised q, k and
-v, with the O and LSE of the FP8 forward: the probabilities it recomputes are exp(scale * q . k -
-LSE) of the unquantised scores. Inputs in float32 are rounded to bfloat16 for it.
+Only the forward works on codes. Its backward is that of the unquantised attention: it runs
+``pantile::forward`` on q, k and v as they came, for their O and LSE, and ``pantile::backward`` with
+these. Inputs in float32 are rounded to bfloat16 for it.
 """
 
 from __future__ import annotations
@@ -165,30 +165,41 @@ def _fake_fp8_forward(*args):
 
 
 class _Fp8Attention(torch.autograd.Function):
-    """The gradient of the unquantised attention, taken at the FP8 forward's O and LSE."""
+    """The gradient of the unquantised attention: quantising counts as the identity.
+
+    Probabilities recomputed with the FP8 forward's LSE would not sum to 1 over a row, by as much as
+    the largest scores err; that error grows with the scores and feeds itself through the weights.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, *args):
         _, operands, settings, own, deterministic, checked = _split((q, k, v, *args))
         with _ops._below_autograd():
             o, lse = fp8_forward_op(None, None, None, *operands, *settings, *own, False, checked)
-        ctx.save_for_backward(q, k, v, o, lse, *settings[:4])
-        ctx.call = (settings[4:], deterministic, len(args))
+        ctx.save_for_backward(q, k, v, *settings[:4])
+        ctx.call = (settings[4:], o.dtype, deterministic, len(args))
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx, grad_o, grad_lse):
-        settings, deterministic, count = ctx.call
+        settings, dtype, deterministic, count = ctx.call
         if grad_o is None and grad_lse is None:
             return (None,) * (_SOURCE_COUNT + count)
-        q, k, v, o, lse, *lengths = ctx.saved_tensors
-        if grad_o is None:
-            grad_o = torch.zeros_like(o)
-        rounded = (x.to(o.dtype) for x in (q, k, v))
-        grads = _ops.backward_op(
-            grad_o, grad_lse, *rounded, o, lse, *lengths, *settings, deterministic
-        )
+        q, k, v, *lengths = ctx.saved_tensors
+        rounded = tuple(x.to(dtype) for x in (q, k, v))
+        with _ops._below_autograd():
+            o, lse = _ops.forward_op(*rounded, *lengths, *settings, deterministic, False)
+            grads = _ops.backward_op(
+                torch.zeros_like(o) if grad_o is None else grad_o,
+                grad_lse,
+                *rounded,
+                o,
+                lse,
+                *lengths,
+                *settings,
+                deterministic,
+            )
         return (*(g.to(q.dtype) for g in grads), *(None,) * count)
 
     jvp = staticmethod(_ops._no_forward_mode)

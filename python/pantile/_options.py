@@ -71,7 +71,7 @@ class Options:
         (``"hopper"``, ``"ampere"``, ``"cpu"``) restricts the search to it; ``"reference"`` is the
         textbook algorithm in double precision on the CPU. Default: ``PANTILE_BACKEND``, or auto.
     fp8: quantise q, k and v and attend in FP8, as ``attention(quantize(q, k, v))`` does; gradients
-        are those of the unquantised attention, taken at the FP8 forward's output (docs/fp8.md).
+        are those of the unquantised attention (docs/fp8.md).
     fp8_exp: how FP8 turns scores into weights: ``"code"`` computes the e4m3 code of a weight
         straight from its score, an approximation to e4m3's own precision and the fastest;
         ``"exp2"`` rounds the true exponential; ``"mixed"`` does each for half of them.

@@ -645,53 +645,44 @@ def exact_gradients(tensors, grad_o, **call):
     return torch.autograd.grad(o, doubles, grad_o.cpu().double())
 
 
-def test_gradient_is_the_backward_at_the_forwards_output(target):
-    """Bit for bit pantile::backward of q, k and v with this forward's O and LSE."""
+def test_gradient_is_that_of_the_unquantised_attention(target):
+    """Bit for bit that of q, k and v in 16 bits, of o and of the LSE."""
     tensors = on(target, operands(2, 150, 200, 4, 2, 64))
     require_backward(target, tensors, causal=True)
-    q, k, v = leaves(tensors)
-    call = {"causal": True, "return_lse": True}
-    o, lse = pantile.attention(
-        pantile.quantize(q, k, v, options=target.options), **call, options=target.options
-    )
-    grad_o = torch.randn_like(o)
-    grad_lse = torch.randn_like(lse)
-    grads = torch.autograd.grad((o, lse), (q, k, v), (grad_o, grad_lse))
-    settings = (None, None, None, None, 0, 0, None, -1, 0, target.backend)
-    expected = torch.ops.pantile.backward(
-        grad_o, grad_lse, *tensors, o.detach(), lse.detach(), *settings, False
-    )
-    assert_same_bits(grads, expected, ("dq", "dk", "dv"))
-    q, k, v = leaves(tensors)
-    o, lse = pantile.attention(q, k, v, **call, options=fp8(target))
-    again = torch.autograd.grad((o, lse), (q, k, v), (grad_o, grad_lse))
-    assert_same_bits(grads, again, ("dq", "dk", "dv"))
+    generator = torch.Generator().manual_seed(5)
+    grad_o = torch.randn(2, 150, 4, 64, generator=generator).bfloat16().to(target.device)
+    grad_lse = torch.randn(2, 4, 150, generator=generator).to(target.device)
+
+    def gradients(options, quantised=False):
+        q, k, v = leaves(tensors)
+        given = (pantile.quantize(q, k, v, options=options),) if quantised else (q, k, v)
+        o, lse = pantile.attention(*given, causal=True, return_lse=True, options=options)
+        return torch.autograd.grad((o, lse), (q, k, v), (grad_o, grad_lse))
+
+    plain = gradients(target.options)
+    assert_same_bits(gradients(fp8(target)), plain, ("dq", "dk", "dv"))
+    assert_same_bits(gradients(target.options, quantised=True), plain, ("dq", "dk", "dv"))
 
 
-def test_the_backward_recomputes_unquantised_probabilities(target):
-    """P = exp(scale * q . k - LSE) of q and k as they came: with dO = 1 the sum of dV over keys is
-    the sum of P over the row, exp(exact LSE - FP8 LSE), and not 1."""
-    if target.backend == "reference":
-        pytest.skip("the reference recomputes LSE as well")
+@pytest.mark.parametrize("loud", [1.0, 30.0])
+def test_the_backwards_probabilities_sum_to_one(target, loud):
+    """With dO = 1, dV of a single row of q is P, whatever FP8 makes of large scores."""
     q, k, v = operands(1, 1, 400, 1, 1, 64)
-    q = (3.0 * q.float()).bfloat16()
+    q = (loud * q.float()).bfloat16()
     require_backward(target, on(target, (q, k, v)))
     placed = leaves(on(target, (q, k, v)))
-    o, lse = pantile.attention(*placed, return_lse=True, options=fp8(target))
+    o = pantile.attention(*placed, options=fp8(target))
     (grad_v,) = torch.autograd.grad(o, placed[2], torch.ones_like(o))
-    _, lse_exact = exact(q, k, v)
     scores = (q.double() * 64**-0.5).flatten(1) @ k[0, :, 0].double().T
-    expected = torch.exp(scores - lse.detach().cpu().double().item())
-    torch.testing.assert_close(grad_v[0, :, 0, 0].cpu().double(), expected[0], rtol=1e-2, atol=1e-5)
-    total = grad_v[0, :, 0, 0].double().sum().item()
-    assert total == pytest.approx(math.exp(lse_exact.item() - lse.item()), rel=3e-3)
-    assert abs(total - 1.0) > 3e-3  # or the test would say nothing
+    torch.testing.assert_close(
+        grad_v[0, :, 0, 0].cpu().double(), scores.softmax(1)[0], rtol=2e-2, atol=1e-4
+    )
+    assert grad_v[0, :, 0, 0].double().sum().item() == pytest.approx(1.0, rel=5e-3)
 
 
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (128, True)])
 def test_gradient_error_on_the_outlier_law(target, head_dim, causal):
-    """At most 3x the bf16 backward's error plus twice the forward's: of O, relative, and of LSE,
-    which is the relative error of the P that is recomputed from it."""
+    """At most 3x the bf16 backward's error."""
     tensors = [outlier_law(1, 640, 2, head_dim, seed=30 + i) for i in range(3)]
     placed = on(target, tensors)
     require_backward(target, placed, causal=causal)
@@ -700,13 +691,11 @@ def test_gradient_error_on_the_outlier_law(target, head_dim, causal):
     errors = []
     for options in (target.options, fp8(target)):
         q, k, v = leaves(placed)
-        o, lse = pantile.attention(q, k, v, causal=causal, return_lse=True, options=options)
+        o = pantile.attention(q, k, v, causal=causal, options=options)
         grads = torch.autograd.grad(o, (q, k, v), grad_o.to(target.device))
         errors.append([relative(g, t) for g, t in zip(grads, truths, strict=True)])
-    truth, lse_truth = exact(*tensors, causal=causal)
-    forward_error = relative(o.detach(), truth) + rms(lse.detach().cpu() - lse_truth)
     for name, plain, quantized in zip(("dq", "dk", "dv"), *errors, strict=True):
-        assert quantized < 3.0 * plain + 2.0 * forward_error, name
+        assert quantized < 3.0 * plain, name
 
 
 def test_gradients_keep_their_dtype():
