@@ -352,6 +352,7 @@ class BackwardBlockF32 {
     const int lane = thread % 32;
     const int warp_row = thread / 32 * Config::kWarpRows;
     char* const rows = reinterpret_cast<char*>(tile) + warp_row * Rows::kRowBytes;
+    __syncwarp();  // these rows were operands of this warp's last products
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
