@@ -34,6 +34,9 @@ PANTILE_DEVICE void init_storage(Fp8Storage<kConfig>& s) {
     prim::init(s.v_full[i], 1);
     prim::init(s.v_empty[i], kMathWarps);
   }
+  for (int i = 0; i < kMathWarps; ++i) {
+    s.nonfinite[i] = 0;
+  }
   prim::fence_mbarrier_init();
 }
 

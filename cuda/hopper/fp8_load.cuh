@@ -130,21 +130,10 @@ class Fp8Loader {
 
   PANTILE_DEVICE void load_keys(const Fp8TileInfo& info) {
     const int first_row = info.k_block * kTileK;
-    if (info.visit_end == 0) {
-      return;
-    }
-    // Scales travel with K through shared memory: a load in the math warps, even one long before
-    // its use, ends up above the products, which then wait for it.
-    float2 next_scale = p_.kv_scale[info.k_block + info.visit_end - 1];
     for (int step = info.visit_end - 1; step >= info.visit_begin; --step, ++use_) {
       const int stage = buffer_of<kStages>(use_);
       const std::uint32_t parity = parity_of<kStages>(use_) ^ 1;
-      const float2 scale = next_scale;
-      if (step > info.visit_begin) {
-        next_scale = p_.kv_scale[info.k_block + step - 1];
-      }
       prim::wait(s_.k_empty[stage], parity);
-      s_.kv_scale[stage] = scale;
       prim::arrive_and_expect(s_.k_full[stage], kConfig.k_bytes());
       for (int panel = 0; panel < kConfig.panels(); ++panel) {
         prim::tma_load(s_.k[stage] + panel * kTileK * kPanel, &maps_.k, s_.k_full[stage],

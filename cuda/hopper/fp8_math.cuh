@@ -67,9 +67,8 @@ class Fp8MathWarpgroup {
       kPanel == 128 ? prim::kSwizzle128High : prim::kSwizzle64High;
   // Two P, or one that is made from S after the wait for P V.
   static constexpr bool kTwoP = kConfig.sums == Fp8Sums::every_step;
-  using Softmax = Fp8Softmax<Variant::kExp>;
-  using Sums = std::conditional_t<kConfig.sums == Fp8Sums::every_step,
-                                  Fp8StepSums<kConfig, Softmax>, Fp8FoldedSums<kConfig, Softmax>>;
+  using Sums = std::conditional_t<kConfig.sums == Fp8Sums::every_step, Fp8StepSums<kConfig>,
+                                  Fp8FoldedSums<kConfig>>;
   using Operand = std::uint32_t[4][4];
 
   static PANTILE_DEVICE Sums make_sums(const Fp8Params& params) {
@@ -96,7 +95,6 @@ class Fp8MathWarpgroup {
     sums_.begin_tile();
     softmax_.begin_tile();
     v_scale_ = 1.0f;
-    flags_ = 0;
     if (visit_end_ == 0) {
       return;
     }
@@ -109,6 +107,7 @@ class Fp8MathWarpgroup {
     const core::Span full = core::plan_row_tile(mask, rows, kTileK).full;
     full_begin_ = prim::uniform(full.begin);
     full_end_ = prim::uniform(full.end);
+    k_block_ = prim::uniform(tile.k_block);
     const int row = tile.row0 + tile::fragment_row(warp_, lane_);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -150,15 +149,9 @@ class Fp8MathWarpgroup {
                        prim::uniform(static_cast<int>(prim::descriptor_step(stage * bytes))));
   }
 
-  // Where the V of `use` and the K of the use after it lie: ahead of the products that read them,
-  // off their critical path.
-  PANTILE_DEVICE void take_stages(std::uint32_t use) {
-    k_at_ = descriptor_at(k_descriptor_, buffer_of<kStages>(use + 1), kConfig.k_bytes());
-    v_at_ = descriptor_at(v_descriptor_, buffer_of<kStages>(use), kConfig.v_bytes());
-  }
-
   PANTILE_DEVICE void issue_scores() {
-    const std::uint32_t k = k_at_;
+    const std::uint32_t k =
+        descriptor_at(k_descriptor_, buffer_of<kStages>(use_), kConfig.k_bytes());
     const std::uint32_t q = descriptor_at(q_descriptor_, buffer_of<kQ>(tile_),
                                           kConfig.math_warpgroups * kConfig.q_bytes());
     prim::wgmma_fence();
@@ -188,7 +181,8 @@ class Fp8MathWarpgroup {
 
   PANTILE_DEVICE void issue_output(std::uint32_t use, const Operand& P) {
     prim::wait(s_.v_full[buffer_of<kStages>(use)], parity_of<kStages>(use));
-    Sums::Product::template issue<Sums::kFreshProduct>(sums_.D, P, v_at_);
+    Sums::Product::template issue<Sums::kFreshProduct>(
+        sums_.D, P, descriptor_at(v_descriptor_, buffer_of<kStages>(use), kConfig.v_bytes()));
   }
 
   PANTILE_DEVICE void wait_k(std::uint32_t use) {
@@ -196,6 +190,10 @@ class Fp8MathWarpgroup {
   }
 
   // ---- scores
+
+  PANTILE_DEVICE float2 load_scales(int step) const {
+    return __ldg(p_.kv_scale + (k_block_ + step));
+  }
 
   // Takes over the scales of a step. Returns the ratio of the scale of V before to this one.
   PANTILE_DEVICE float take_scales(const float2& kv) {
@@ -207,7 +205,9 @@ class Fp8MathWarpgroup {
     }
     const float before = v_scale_;
     v_scale_ = fabsf(kv.y);
-    flags_ |= __float_as_int(kv.y);
+    if (kv.y < 0.0f) {
+      s_.nonfinite[warp_] = 1;
+    }
     return fminf(__fdividef(before, v_scale_), kLargestRatio);
   }
 
@@ -242,8 +242,8 @@ class Fp8MathWarpgroup {
   // ---- steps
 
   PANTILE_DEVICE void first_step(int step, Operand& P) {
+    const float2 kv = load_scales(step);
     wait_k(use_);
-    const float2 kv = s_.kv_scale[buffer_of<kStages>(use_)];
     issue_scores();
     prim::wgmma_wait<0>();
     prim::pin(S);
@@ -262,7 +262,7 @@ class Fp8MathWarpgroup {
 
   PANTILE_DEVICE void next_step(int step, Operand& before, Operand& after) {
     const std::uint32_t done = use_++;
-    const float2 kv = s_.kv_scale[buffer_of<kStages>(use_)];
+    const float2 kv = load_scales(step);
     issue_scores();
     issue_output(done, before);
     prim::wgmma_wait<1>();
@@ -282,7 +282,6 @@ class Fp8MathWarpgroup {
       prim::pin(S);
     }
     await_next_k(step, after);
-    take_stages(use_);
     prim::wgmma_wait<0>();
     prim::pin(sums_.D);
     release(s_.v_empty[buffer_of<kStages>(done)]);
@@ -316,9 +315,7 @@ class Fp8MathWarpgroup {
   PANTILE_DEVICE void all_steps() {
     Operand P, Q;  // Q: the other P
     int step = visit_end_ - 1;
-    take_stages(use_ - 1);
     first_step(step--, P);
-    take_stages(use_);
     bool in_other = false;
     if constexpr (kTwoP) {
 #pragma unroll 1
@@ -380,8 +377,9 @@ class Fp8MathWarpgroup {
     }
     Fp8RowStore<kConfig, kMask> store(p_, tile, place(), row0, lane_);
     __syncwarp();
-    if (flags_ < 0) {
+    if (s_.nonfinite[warp_] != 0) {
       store.restore_nonfinite();
+      s_.nonfinite[warp_] = 0;
     }
     prim::fence_async_proxy();
     __syncwarp();
@@ -409,21 +407,19 @@ class Fp8MathWarpgroup {
   const Fp8Params& p_;
   int warp_, lane_;  // warp among those of all math warpgroups, lane
   std::uint32_t q_descriptor_, k_descriptor_, v_descriptor_;
-  std::uint32_t k_at_, v_at_;  // of the stages that the next products read
 
   std::uint32_t S[32];
   std::uint32_t q_[kQSteps][4];
   Sums sums_;
-  Softmax softmax_;
+  Fp8Softmax<Variant::kExp> softmax_;
 
   std::uint32_t use_ = 0, tile_ = 0;  // count uses of the rings of K and V, and tiles
 
   // Of the current tile.
-  int visit_begin_ = 0, visit_end_, full_begin_, full_end_;
+  int visit_begin_ = 0, visit_end_, full_begin_, full_end_, k_block_;
   float q_scale_[2];
   // Of the current step.
   float block_[2], v_scale_;
-  int flags_;  // negative: some V of this tile was not finite
 };
 
 }  // namespace pantile::hopper

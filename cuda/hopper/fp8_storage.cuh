@@ -78,7 +78,7 @@ struct Fp8Storage {
   prim::Mbarrier v_full[kConfig.stages], v_empty[kConfig.stages];
 
   Fp8TileInfo tiles[Fp8Config::kTiles];
-  float2 kv_scale[kConfig.stages];  // of K and V, as fresh and as long as the stage of K
+  int nonfinite[4 * kGroups];  // of a math warp: some V of its tile was not finite
 };
 
 }  // namespace pantile::hopper
