@@ -4,7 +4,6 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <cstring>
 
 #include "pantile/dtype.h"
 #include "prim/address.cuh"
@@ -18,9 +17,7 @@ PANTILE_DEVICE float2 unpack(std::uint32_t pair) {
   if constexpr (kDType == DType::bf16) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
   } else {
-    __half2 halves;
-    memcpy(&halves, &pair, sizeof(halves));
-    return __half22float2(halves);
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
   }
 }
 
