@@ -17,7 +17,9 @@ PANTILE_DEVICE float2 unpack(std::uint32_t pair) {
   if constexpr (kDType == DType::bf16) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
   } else {
-    return __half22float2(reinterpret_cast<const __half2&>(pair));
+    __half2 halves;
+    memcpy(&halves, &pair, sizeof(halves));  // the compiler's own; CUDA 12's NVRTC has no <cstring>
+    return __half22float2(halves);
   }
 }
 
