@@ -342,36 +342,31 @@ void configure_reference_forward(ForwardPlan* plan) {
       aligned(static_cast<std::size_t>(doubles) * sizeof(double));
 }
 
-Status reference_forward_fp8(const ForwardPlan& plan, const ForwardTensors& tensors,
-                             void* workspace, void*) {
-  const Fp8ForwardJob job = fp8_forward_job(plan, tensors);
+// Runs kRows(job, batch, head, rows, scratch) on every tile of a reference forward.
+template <class Job, void (*kRows)(const Job&, int, int, core::Span, double*)>
+Status run_reference_rows(const Job& job, const ForwardPlan& plan, void* workspace) {
   clear_outside(job, plan.problem);
   const std::int64_t doubles = reference_forward_doubles(static_cast<int>(plan.problem.seqlen_k));
-  const auto rows = [](const Fp8ForwardJob& j, int item, void* scratch) {
+  const auto tile = [](const Job& j, int item, void* scratch) {
     const core::WorkTile work = j.order.tile(item);
     const int begin = work.tile * kReferenceRows;
-    reference_fp8_rows(j, work.batch, work.head, core::Span{begin, begin + kReferenceRows},
-                       static_cast<double*>(scratch));
+    kRows(j, work.batch, work.head, core::Span{begin, begin + kReferenceRows},
+          static_cast<double*>(scratch));
   };
-  return run_items<Fp8ForwardJob>(job, rows, plan.blocks,
-                                  workers_for(plan.problem, plan.device, plan.blocks), workspace,
-                                  aligned(static_cast<std::size_t>(doubles) * sizeof(double)));
+  return run_items<Job>(job, tile, plan.blocks, workers_for(plan.problem, plan.device, plan.blocks),
+                        workspace, aligned(static_cast<std::size_t>(doubles) * sizeof(double)));
+}
+
+Status reference_forward_fp8(const ForwardPlan& plan, const ForwardTensors& tensors,
+                             void* workspace, void*) {
+  return run_reference_rows<Fp8ForwardJob, reference_fp8_rows>(fp8_forward_job(plan, tensors), plan,
+                                                               workspace);
 }
 
 Status reference_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
                          void*) {
-  const ForwardJob job = forward_job(plan, tensors);
-  clear_outside(job, plan.problem);
-  const std::int64_t doubles = reference_forward_doubles(static_cast<int>(plan.problem.seqlen_k));
-  const auto rows = [](const ForwardJob& j, int item, void* scratch) {
-    const core::WorkTile work = j.order.tile(item);
-    const int begin = work.tile * kReferenceRows;
-    reference_forward_rows(j, work.batch, work.head, core::Span{begin, begin + kReferenceRows},
-                           static_cast<double*>(scratch));
-  };
-  return run_items<ForwardJob>(job, rows, plan.blocks,
-                               workers_for(plan.problem, plan.device, plan.blocks), workspace,
-                               aligned(static_cast<std::size_t>(doubles) * sizeof(double)));
+  return run_reference_rows<ForwardJob, reference_forward_rows>(forward_job(plan, tensors), plan,
+                                                                workspace);
 }
 
 void configure_reference_backward(BackwardPlan* plan) {
