@@ -5,6 +5,9 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+#include <cstdint>
+
 #include "pantile/status.h"
 
 namespace pantile::cuda {
@@ -16,6 +19,23 @@ TensorMapEncoder tensor_map_encoder(Status* status);
 
 // Ok, or "what: name: text of the error"; clears the error unless it is sticky.
 Status check(cudaError_t error, const char* what);
+
+// Lets `kernel` have `bytes` of dynamic shared memory on the current device, `device`. `prepared`
+// belongs to the kernel and has one bit a device; setting it twice is harmless.
+inline Status allow_shared_memory(const void* kernel, int bytes, int device,
+                                  std::atomic<std::uint64_t>& prepared) {
+  const std::uint64_t bit = std::uint64_t{1} << (device & 63);
+  if ((prepared.load(std::memory_order_relaxed) & bit) != 0) {
+    return Status();
+  }
+  const Status status =
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+            "cudaFuncSetAttribute");
+  if (status.ok()) {
+    prepared.fetch_or(bit, std::memory_order_relaxed);
+  }
+  return status;
+}
 
 // Makes a device current for its lifetime. Costs one query when it already is.
 class DeviceGuard {

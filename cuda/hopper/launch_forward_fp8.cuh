@@ -96,20 +96,14 @@ Status launch_fp8_variant(const ForwardPlan& plan, const ForwardTensors& tensors
   if (!guard.status().ok()) {
     return guard.status();
   }
-  static std::atomic<std::uint64_t> prepared{0};  // one bit a device; setting it twice is harmless
-  const std::uint64_t bit = std::uint64_t{1} << (device & 63);
-  if ((prepared.load(std::memory_order_relaxed) & bit) == 0) {
-    const Status status =
-        cuda::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         kConfig.shared_bytes()),
-                    "cudaFuncSetAttribute");
-    if (!status.ok()) {
-      return status;
-    }
-    prepared.fetch_or(bit, std::memory_order_relaxed);
+  static std::atomic<std::uint64_t> prepared{0};
+  Status status = cuda::allow_shared_memory(reinterpret_cast<const void*>(kernel),
+                                            kConfig.shared_bytes(), device, prepared);
+  if (!status.ok()) {
+    return status;
   }
   Fp8Maps maps;
-  const Status status = fp8_maps(kConfig, plan.problem, tensors, &maps);
+  status = fp8_maps(kConfig, plan.problem, tensors, &maps);
   if (!status.ok()) {
     return status;
   }
