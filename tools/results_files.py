@@ -40,6 +40,15 @@ def table(columns: list[str], rows: list[list[str]]) -> list[str]:
     return [line(columns), line(["---"] * len(columns)), *(line(row) for row in rows)]
 
 
+def counter_cells(row: dict, units: list[str]) -> list[str]:
+    """Of a row of GPU counters: percent of each unit's peak and bank conflicts; - where absent."""
+    percent, conflicts = row["percent"], row["bank_conflicts"]
+    return [
+        *("-" if percent[unit] is None else f"{percent[unit]:.0f}" for unit in units),
+        "-" if conflicts is None else f"{conflicts:.1%}",
+    ]
+
+
 def link(path: pathlib.Path, page: pathlib.Path) -> str:
     up = "../" * len(page.relative_to(ROOT).parent.parts)
     return f"[`{path.name}`]({up}{path.relative_to(ROOT)})"

@@ -8,7 +8,7 @@ import pathlib
 import sys
 
 import results_files
-from results_files import OURS, image, link, mean, rows_of, table
+from results_files import OURS, counter_cells, image, link, mean, rows_of, table
 
 
 def _io_model():
@@ -314,8 +314,7 @@ def utilisation(page: pathlib.Path) -> list[str]:
         [
             row["implementation"],
             row["case"],
-            *("-" if row["percent"][c] is None else f"{row['percent'][c]:.0f}" for c in columns),
-            "-" if row["bank_conflicts"] is None else f"{row['bank_conflicts']:.1%}",
+            *counter_cells(row, columns),
             f"{row['ghz']:.2f}",
             f"{row['us']:.0f}",
         ]

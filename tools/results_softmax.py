@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
-from results_files import RESULTS, lines_of, link, table
+from results_files import RESULTS, counter_cells, lines_of, link, table
 
 NAME = "*flashattention_t.jsonl"
 
@@ -65,8 +65,7 @@ def counters(page: pathlib.Path) -> list[str]:
         [
             row["case"],
             row["implementation"],
-            *("-" if row["percent"][c] is None else f"{row['percent'][c]:.0f}" for c in columns),
-            "-" if row["bank_conflicts"] is None else f"{row['bank_conflicts']:.1%}",
+            *counter_cells(row, columns),
             f"{row['tensor_idle']:.1f}",
             f"{row['idle_ratio']:.2f}",
         ]
