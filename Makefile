@@ -52,11 +52,12 @@ report:  ## registers, spills, advisories and hot-loop schedules against tools/k
 	else echo "report: this build has no CUDA kernels"; fi
 
 .PHONY: lint
-lint: $(VENV)/ready  ## ruff, clang-format, layers and sizes, generated tables
+lint: $(VENV)/ready  ## ruff, clang-format, layers and sizes, links, generated tables
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 	$(PY) tools/check_layers.py
+	$(PY) tools/check_links.py
 	$(PY) tools/support_matrix.py --check
 	$(PY) benchmarks/plot.py --check
 	$(PY) tools/results_docs.py --check
