@@ -9,21 +9,14 @@ from results_files import OURS, RESULTS, lines_of, link, mean, table
 
 STATE = "back_to_back"
 DETERMINISTIC = f"{OURS}, deterministic"
+AIMED = {64: 0.92, 128: 0.92, 256: 0.80}  # of the ordinary mode's speed
+AIMED_FROM = 4096  # keys
 CELLS = RESULTS / "h200_backward.jsonl"
 VARIANTS = RESULTS / "h200_backward_variants.jsonl"
 
 
 def cells(page: pathlib.Path) -> list[str]:
-    lines = lines_of(CELLS)
-    rows = [line for line in lines if line["kind"] == "timing" and OURS in line["results"][STATE]]
-    return [
-        f"{speed.run_facts(lines[0])} ({link(CELLS, page)}). TFLOP/s, in brackets the ratio to the "
-        f"best of {speed.peers_text(rows, STATE)}.",
-        "",
-        *speed.grid_table(rows, STATE, 1.0),
-        "",
-        *speed.special_table(rows, STATE, "TFLOP/s", 1.0),
-    ]
+    return speed.cells(CELLS, "backward", page)
 
 
 def deterministic(page: pathlib.Path) -> list[str]:
@@ -46,10 +39,28 @@ def deterministic(page: pathlib.Path) -> list[str]:
     everything = [share for row in shares.values() for share in row.values()]
     return [
         f"Speed against the ordinary mode in the same run ({link(CELLS, page)}), geometric mean "
-        f"{mean(everything):.3f}:",
+        f"{mean(everything):.3f}, {min(everything):.2f} to {max(everything):.2f}:",
         "",
         *table(["d, mask", *map(str, lengths)], rows),
+        "",
+        aims_text(shares),
     ]
+
+
+def aims_text(shares: dict[tuple[int, bool], dict[int, float]]) -> str:
+    """How many cells keep what the deterministic mode was to keep."""
+    texts = []
+    for head_dim, aim in AIMED.items():
+        found = [
+            share
+            for (d, _), row in shares.items()
+            for length, share in row.items()
+            if d == head_dim and length >= AIMED_FROM
+        ]
+        if found:
+            reached = f"{sum(share >= aim for share in found)} of {len(found)} cells reach it"
+            texts.append(f"{aim:.2f} at head dim {head_dim} ({reached}, worst {min(found):.3f})")
+    return f"Aimed at from {AIMED_FROM} keys on: {', '.join(texts)}."
 
 
 def variants(page: pathlib.Path) -> list[str]:

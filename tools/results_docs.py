@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import results_backward as backward
 import results_fp8 as fp8
+import results_kernels as kernels
 import results_reports as reports
 import results_softmax
 import results_speed
@@ -24,15 +25,21 @@ from results_files import ROOT
 BLOCKS: dict[str, Callable[[pathlib.Path], list[str]]] = {
     "accuracy": reports.accuracy,
     "accuracy-fp8": reports.accuracy_fp8,
+    "ampere-cells": kernels.ampere_cells,
+    "ampere-float32": kernels.ampere_float32,
     "backward-cells": backward.cells,
     "backward-deterministic": backward.deterministic,
     "backward-stalls": backward.stalls,
     "backward-variants": backward.variants,
     "build": reports.build_facts,
+    "cpu-bars": kernels.cpu_bars,
+    "forward-cells": kernels.forward_cells,
+    "fp8-cells": kernels.fp8_cells,
     "fp8-gradient": fp8.gradient,
     "fp8-law": fp8.law,
     "fp8-length": fp8.length,
     "fp8-offset": fp8.offset,
+    "fp8-quantiser": kernels.fp8_quantiser,
     "fp8-training": fp8.training,
     "gpus": reports.gpus,
     "headline": results_speed.headline,
@@ -43,6 +50,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], list[str]]] = {
     "repeat": results_speed.repeat,
     "roofline": reports.roofline_table,
     "softmax-counters": results_softmax.counters,
+    "softmax-cycles": results_softmax.cycles,
     "softmax-model": results_softmax.model,
     "softmax-speed": results_softmax.speed,
     "softmax-stages": results_softmax.stages,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
+import sys
 
-from results_files import RESULTS, counter_cells, lines_of, link, table
+from results_files import RESULTS, ROOT, counter_cells, lines_of, link, table
 
 NAME = "*flashattention_t.jsonl"
 
@@ -93,4 +95,46 @@ def stages(page: pathlib.Path) -> list[str]:
         cells += [f"{of[stage]['share']:+.1%}" for stage in left_out[1:]]
         rows.append([f"d{kernel[0]} {kernel[1]}", kernel[2], *cells])
     head = ["case", "mode", "whole, ms", *(f"without {stage}" for stage in left_out[1:])]
-    return [f"{_source(path, run, page)}. Change of the time.", "", *table(head, rows)]
+    return [
+        f"{_source(path, run, page)}. Change of the time.",
+        "",
+        *table(head, rows),
+        "",
+        exposed_text(found),
+    ]
+
+
+def exposed_text(found: list[tuple[pathlib.Path, dict, dict]]) -> str:
+    """What leaving out all of the softmax says: how much of the time it is exposed."""
+    shares: dict[int, dict[str, float]] = {}
+    for row in (row for _, _, row in found if row["without"] == "all"):
+        shares.setdefault(row["head_dim"], {})[row["unit"]] = -row["share"]
+    texts = [
+        f"from {of['vector always']:.0%} to {of['tensor']:.0%} at head dim {d} "
+        f"({of['vector always'] / of['tensor']:.1f}x lower)"
+        for d, of in sorted(shares.items())
+        if {"vector always", "tensor"} <= of.keys()
+    ]
+    return f"The share of time that the softmax is exposed falls {', '.join(texts)}."
+
+
+def _softmax_cycles():
+    """benchmarks/softmax_cycles.py, which needs nothing but Python."""
+    path = ROOT / "benchmarks/softmax_cycles.py"
+    spec = importlib.util.spec_from_file_location("softmax_cycles", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def cycles(_: pathlib.Path) -> list[str]:
+    """What the cycle model predicts, as speed against the mode that rescales always."""
+    model = _softmax_cycles()
+    modes = list(model.MODES)[1:]
+    rows = [
+        [f"{chip.name} d{d}", *(f"{model.predicted_ratio(chip, d, mode):.2f}" for mode in modes)]
+        for chip in model.CHIPS.values()
+        for d in (64, 128)
+    ]
+    return table(["", *modes], rows)

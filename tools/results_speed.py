@@ -9,6 +9,7 @@ import pathlib
 import results_files
 from results_files import OURS, image, lines_of, link, mean, speed_files, table
 
+MANY = 4  # from more contenders on a cell is a row with a column for each
 STATES = {"back_to_back": "back to back", "flushed": "flushed L2"}
 
 
@@ -39,6 +40,8 @@ def run_facts(run: dict) -> str:
     if run.get("cudnn"):
         facts.append(f"cuDNN {run['cudnn']}")
     facts.append(f"commit {run['commit']}")
+    if "seconds" in run:
+        facts.append(f"{run['seconds']:.0f} s")
     during = run.get("during") or {}
     for name, unit in (("clocks.sm", "MHz"), ("power.draw", "W")):
         if name in during:
@@ -88,6 +91,39 @@ def peers_text(rows: list[dict], state: str) -> str:
     return ", ".join(names) or "no peer"
 
 
+def type_text(row: dict) -> str:
+    """The operands' type, and whether float32 may be multiplied by TF32."""
+    tf32 = row["dtype"] == "float32" and row.get("float32_precision", "highest") != "highest"
+    return f"{row['dtype']}{' by TF32' if tf32 else ''}"
+
+
+def contenders(rows: list[dict], state: str) -> list[str]:
+    """Ours and the peers that ran, without our variants."""
+    names = dict.fromkeys(n for r in rows for n in r["results"][state])
+    return [n for n in names if not n.startswith(f"{OURS},")]
+
+
+def contenders_table(rows: list[dict], state: str, factor: float) -> list[str]:
+    names = contenders(rows, state)
+
+    def text(results: dict, name: str) -> str:
+        return f"{results[name]['tflops'] * factor:.0f}" if name in results else "-"
+
+    found = [
+        [
+            r["case"],
+            *(text(r["results"][state], n) for n in names),
+            f"{ratio(r['results'][state]):.2f}",
+        ]
+        for r in rows
+    ]
+    return table(["case", *names, "ratio to the best"], found)
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def by_peer_text(rows: list[dict], state: str) -> str:
     """Our speed over each peer alone: geometric means."""
     found: dict[str, list[float]] = {}
@@ -98,6 +134,22 @@ def by_peer_text(rows: list[dict], state: str) -> str:
         return ""
     texts = (f"{name} {mean(values):.2f} ({len(values)})" for name, values in found.items())
     return f"; by peer (cells) {', '.join(texts)}"
+
+
+def counted(values: dict[str, float]) -> str:
+    """What the ratios of all cells come to."""
+    worst = min(values, key=values.get)
+    return (
+        f"geometric mean {mean(list(values.values())):.3f} over {len(values)} cells, worst "
+        f"{values[worst]:.2f} ({worst}), {sum(v < 1 for v in values.values())} below 1"
+    )
+
+
+def below_one(values: dict[str, float]) -> list[str]:
+    """The lost cells by name, the worst first."""
+    lost = sorted((value, case) for case, value in values.items() if value < 1)
+    texts = ", ".join(f"{case} {value:.3f}" for value, case in lost)
+    return [f"Below 1: {texts}.", ""] if lost else []
 
 
 def variants_text(rows: list[dict], state: str) -> list[str]:
@@ -125,23 +177,22 @@ def absent_text(rows: list[dict]) -> list[str]:
     return [f"Absent: {'; '.join(texts)}.", ""] if texts else []
 
 
-def part_of(rows: list[dict], what: str, dtype: str, state: str) -> list[str]:
-    """One pass, dtype and cache state of a file: a sentence and its tables."""
+def part_of(rows: list[dict], what: str, state: str) -> list[str]:
+    """One pass, type and cache state of a file: a sentence and its tables."""
     rows = [r for r in rows if OURS in r["results"].get(state, {})]
     values = ratios(rows, what, state)
     if not rows:
         return []
     unit, factor = unit_of(rows, state)
-    text = f"{what.capitalize()}, {dtype}, {STATES[state]}: {unit}"
+    text = f"{what.capitalize()}, {type_text(rows[0])}, {STATES[state]}: {unit}"
     if values:
-        worst = min(values, key=values.get)
-        middle = mean(list(values.values()))
         text += (
             f", in brackets the ratio to the best of {peers_text(rows, state)}. "
-            f"Geometric mean {middle:.3f} over {len(values)} cells, worst {values[worst]:.2f} "
-            f"({worst}), {sum(v < 1 for v in values.values())} below 1{by_peer_text(rows, state)}"
+            f"{capital(counted(values))}{by_peer_text(rows, state)}"
         )
     out = [f"{text}.", ""]
+    if len(contenders(rows, state)) > MANY:
+        return [*out, *contenders_table(rows, state, factor), ""]
     if any(map(is_grid, rows)):
         out += [*grid_table(rows, state, factor), ""]
     special = special_table(rows, state, unit, factor)
@@ -149,14 +200,72 @@ def part_of(rows: list[dict], what: str, dtype: str, state: str) -> list[str]:
     return out + variants_text(rows, state)
 
 
+def cells(path: pathlib.Path, what: str, page: pathlib.Path) -> list[str]:
+    """One pass of a file on the page of its kernel: every cell, and the lost ones by name."""
+    state, lines = "back_to_back", lines_of(path)
+    rows = [r for r in lines if r["kind"] == "timing" and r["pass"] == what]
+    rows = [r for r in rows if OURS in r["results"].get(state, {})]
+    if not rows:
+        return ["Not measured yet."]
+    values = ratios(rows, what, state)
+    unit, factor = unit_of(rows, state)
+    special = special_table(rows, state, unit, factor)
+    out = [
+        f"{run_facts(lines[0])} ({link(path, page)}). {unit}, in brackets the ratio to the best "
+        f"of {peers_text(rows, state)}.",
+        "",
+        *grid_table(rows, state, factor),
+        "",
+        *([*special, ""] if special else []),
+        *([f"{capital(counted(values))}{by_peer_text(rows, state)}.", ""] if values else []),
+        *below_one(values),
+    ]
+    return out[:-1]
+
+
+def backend_text(run: dict) -> str:
+    backend = run.get("backend", "unknown")
+    return f"{'CPU' if backend == 'cpu' else backend.capitalize()} backend"
+
+
+def overview(paths: list[pathlib.Path], page: pathlib.Path) -> list[str]:
+    """Every file in a few lines: what it holds, and how often we lose."""
+    rows = []
+    for path in paths:
+        timings = [line for line in lines_of(path) if line["kind"] == "timing"]
+        for what, dtype in dict.fromkeys((r["pass"], r["dtype"]) for r in timings):
+            mine = [r for r in timings if (r["pass"], r["dtype"]) == (what, dtype)]
+            values = ratios(mine, what, "back_to_back")
+            if not values:
+                continue
+            worst = min(values, key=values.get)
+            rows.append(
+                [
+                    link(path, page),
+                    what,
+                    type_text(mine[0]),
+                    f"{len(values)}",
+                    f"{mean(list(values.values())):.3f}",
+                    f"{values[worst]:.2f} ({worst})",
+                    f"{sum(v < 1 for v in values.values())}",
+                ]
+            )
+    columns = ["file", "pass", "type", "cells", "geometric mean", "worst", "below 1"]
+    return ["Ratios to the best peer of each cell:", "", *table(columns, rows), ""] if rows else []
+
+
 def speed_section(path: pathlib.Path, page: pathlib.Path) -> list[str]:
     lines = lines_of(path)
-    out = [f"### {path.stem}", "", f"{run_facts(lines[0])} ({link(path, page)}).", ""]
     timings = [line for line in lines if line["kind"] == "timing"]
+    out = [f"### {path.stem}: {backend_text(lines[0])}", ""]
+    out += [f"{run_facts(lines[0])} ({link(path, page)}).", ""]
+    out += [f"{capital(lines[0]['what'])}.", ""] if "what" in lines[0] else []
+    out += [f"    {command}" for command in lines[0].get("commands", [])]
+    out += [""] if out[-1] else []
     for what, dtype in dict.fromkeys((r["pass"], r["dtype"]) for r in timings):
         rows = [r for r in timings if (r["pass"], r["dtype"]) == (what, dtype)]
         for state in STATES:
-            out += part_of(rows, what, dtype, state)
+            out += part_of(rows, what, state)
     out += absent_text(timings)
     for what in ("forward", "backward"):
         stem = path.stem if path.stem.endswith(what) else f"{path.stem}_{what}"
@@ -168,8 +277,9 @@ def speed_section(path: pathlib.Path, page: pathlib.Path) -> list[str]:
 
 
 def speed(page: pathlib.Path) -> list[str]:
-    sections = [line for path in speed_files() for line in speed_section(path, page)]
-    return sections[:-1] if sections else ["Not measured yet."]
+    paths = speed_files()
+    sections = [line for path in paths for line in speed_section(path, page)]
+    return [*overview(paths, page), *sections][:-1] if sections else ["Not measured yet."]
 
 
 def repeat(page: pathlib.Path) -> list[str]:
@@ -201,18 +311,34 @@ def repeat(page: pathlib.Path) -> list[str]:
     return table(columns, rows)
 
 
-# File, title, pass, and the only peer that counts (None: the best of each cell).
+# File, title, pass, the only peer that counts (None: the best of each cell), and the command.
+HOPPER = "python benchmarks/hopper.py"
 HEADLINE = (
-    ("h200_forward.jsonl", "forward, bf16", "forward", None),
-    ("h200_backward.jsonl", "backward, bf16", "backward", None),
-    ("h200_fp8.jsonl", "forward, FP8", "forward", None),
+    ("h200_forward.jsonl", "forward, bf16", "forward", None, f"{HOPPER} --passes forward"),
+    ("h200_backward.jsonl", "backward, bf16", "backward", None, f"{HOPPER} --passes backward"),
+    (
+        "h200_fp8.jsonl",
+        "forward, FP8",
+        "forward",
+        None,
+        f'{HOPPER} --dtype float8 --passes forward --no-special --peers "FA3,cuDNN FP8"',
+    ),
     (
         "h200_ampere.jsonl",
         "Ampere path against FlashAttention-2, forward, bf16",
         "forward",
         "FA2 (torch)",
+        "python benchmarks/ampere.py",
+    ),
+    (
+        "h200_ampere.jsonl",
+        "the same, backward",
+        "backward",
+        "FA2 (torch)",
+        "python benchmarks/ampere.py",
     ),
 )
+TRAINING = "python examples/train_gpt.py --preset large --attention pantile,flash,cudnn"
 
 
 def only_against(lines: list[dict], peer: str | None) -> list[dict]:
@@ -231,7 +357,7 @@ def only_against(lines: list[dict], peer: str | None) -> list[dict]:
 
 def headline(page: pathlib.Path) -> list[str]:
     rows = []
-    for name, title, what, peer in HEADLINE:
+    for name, title, what, peer, command in HEADLINE:
         path = results_files.RESULTS / name
         if not path.exists():
             continue
@@ -239,14 +365,19 @@ def headline(page: pathlib.Path) -> list[str]:
         numbers = list(values.values())
         if not numbers:
             continue
-        figures = [f"{len(numbers)}", f"{mean(numbers):.2f}x", f"{min(numbers):.2f}x"]
-        rows.append([f"{title} ({link(path, page)})", *figures])
+        below = f"{sum(v < 1 for v in numbers)} of {len(numbers)}"
+        figures = [f"{mean(numbers):.2f}x", f"{min(numbers):.2f}x", below]
+        rows.append([f"{title} ({link(path, page)})", *figures, f"`{command}`"])
     path = results_files.RESULTS / "h200_train_gpt.json"
-    values = train_ratio(json.loads(path.read_text()))
+    report = json.loads(path.read_text()) if path.exists() else {}
+    values = train_ratio(report) if report else None
     if values is not None:
-        title = f"training step of a {values[1]:.0f} M parameter GPT, 8k context"
-        rows.append([f"{title} ({link(path, page)})", "1", f"{values[0]:.2f}x", ""])
-    return table(["against the best peer of each cell", "cells", "geometric mean", "worst"], rows)
+        context = f"{report['context'] // 1024}k context"
+        title = f"training step of a {values[1]:.0f} M parameter GPT, {context}, bf16"
+        figures = [f"{values[0]:.2f}x", "", f"{int(values[0] < 1)} of 1"]
+        rows.append([f"{title} ({link(path, page)})", *figures, f"`{TRAINING}`"])
+    columns = ["speed against the best peer of each cell", "geometric mean", "worst", "below 1"]
+    return table([*columns, "measured by"], rows)
 
 
 # Plots of the README, as far as they are there.

@@ -6,9 +6,12 @@ import json
 import pathlib
 
 import pytest
+import results_backward
 import results_docs
 import results_files
+import results_kernels
 import results_reports
+import results_softmax
 import results_speed
 
 PAGE = results_files.ROOT / "docs/page.md"
@@ -103,20 +106,142 @@ def test_our_variants_are_no_peers(results):
     assert "pantile, deterministic: 0.500 of the speed (geometric mean, 1 cells)" in text
 
 
+RUN = {"kind": "run", "torch": "2.11", "commit": "abc", "backend": "hopper", "seconds": 7.4}
+
+
+def test_many_contenders_have_a_column_each(results):
+    peers = {"a": 2.0, "b": 4.0, "c": 5.0, "d": 0.5}
+    one = timing("d64 full 512", "forward", 512, 1.0, **peers, **{"pantile, mixed": 9.0})
+    other = timing("d64 full 1024", "forward", 1024, 1.0, a=2.0)
+    write(results / "x.jsonl", [RUN, one, other])
+    text = "\n".join(results_speed.speed(results_files.ROOT / "docs/page.md"))
+    assert "| case | pantile | a | b | c | d | ratio to the best |" in text
+    assert "| d64 full 512 | 100 | 50 | 25 | 20 | 200 | 0.50 |" in text
+    assert "| d64 full 1024 | 100 | 50 | - | - | - | 2.00 |" in text
+
+
+def test_a_section_says_how_it_was_run(results):
+    run = RUN | {"commands": ["python benchmarks/hopper.py"], "what": "cut short"}
+    write(results / "x.jsonl", [run, timing("d64 full 512", "forward", 512, 1.0, a=2.0)])
+    text = "\n".join(results_speed.speed(results_files.ROOT / "docs/page.md"))
+    assert "commit abc, 7 s (" in text
+    assert "\n\nCut short.\n\n    python benchmarks/hopper.py\n\nForward, bfloat16" in text
+
+
+def test_float32_by_tf32_is_named():
+    row = timing("d64 full 512", "forward", 512, 1.0)
+    assert results_speed.type_text(row) == "bfloat16"
+    row |= {"dtype": "float32", "float32_precision": "high"}
+    assert results_speed.type_text(row) == "float32 by TF32"
+    assert results_speed.type_text(row | {"float32_precision": "highest"}) == "float32"
+
+
+def test_cells_name_the_lost_ones(results):
+    rows = [
+        timing("d64 full 512", "forward", 512, 1.0, a=0.9),
+        timing("d64 causal 512", "forward", 512, 0.5, a=0.35),
+        timing("d64 full 1024", "forward", 1024, 1.0, a=1.5),
+        timing("d64 full 512", "backward", 512, 1.0, a=0.1),
+    ]
+    write(results / "h200_forward.jsonl", [RUN, *rows])
+    text = "\n".join(results_kernels.forward_cells(results_files.ROOT / "docs/page.md"))
+    assert "| 64 full | 100 (0.90) | 100 (1.50) |" in text
+    assert "over 3 cells, worst 0.70 (d64 causal 512), 2 below 1." in text
+    assert "Below 1: d64 causal 512 0.700, d64 full 512 0.900." in text
+    assert text.endswith("At 512 keys a causal mask takes 0.50 (d64) of the full mask's time.")
+
+
+def test_deterministic_aims_count_long_sequences_only():
+    shares = {(64, False): {512: 0.5, 4096: 0.93, 8192: 0.91}, (96, False): {4096: 0.1}}
+    assert results_backward.aims_text(shares) == (
+        "Aimed at from 4096 keys on: 0.92 at head dim 64 (1 of 2 cells reach it, worst 0.910)."
+    )
+
+
+def test_float32_table_joins_two_files(results):
+    def row(what: str, causal: bool, ours: float, peer: float) -> dict:
+        case = f"d64 {'causal' if causal else 'full'} 4096"
+        return timing(case, what, 4096, ours, e=peer) | {"dtype": "float32"}
+
+    names = results_kernels.FLOAT32
+    tf32 = [row("forward", False, 1.0, 4.0), row("forward", True, 2.0, 4.0)]
+    highest = [row("forward", False, 2.0, 4.0), row("backward", True, 5.0, 4.0)]
+    for name, rows in zip(names.values(), (tf32, highest), strict=True):
+        write(results / name, [RUN, *rows])
+    text = "\n".join(results_kernels.ampere_float32(results_files.ROOT / "docs/page.md"))
+    assert "| forward, `tf32` | 100 / 50 |" in text
+    assert "| forward, `highest` | 50 / - |" in text
+    assert "| forward, e | 25 / 25 |" in text
+    assert "| backward, `highest` | - / 20 |" in text
+    assert "Slower than the peer: backward by `highest` at d64 causal 4096 0.80." in text
+
+
+def test_cpu_bars_say_what_was_needed(results):
+    row = timing("d64 full 2048", "forward", 2048, 200.0, torch=220.0)
+    missed = row | {"ratio": 1.1, "bar": 1.15, "met": False}
+    met = row | {"ratio": 1.1, "bar": 1.0, "met": True}
+    write(results / "cpu.jsonl", [RUN | {"isa": "avx9"}, missed, met, row | {"bar": None}])
+    text = "\n".join(results_kernels.cpu_bars(results_files.ROOT / "docs/page.md"))
+    assert "cpu.jsonl): 1 of 2 cells reach what is promised." in text
+    assert "| forward, bfloat16, d64 full | avx9 | 500 | 455 | 1.10 | 1.15 | 523 |" in text
+
+
+def test_quantiser_table(results):
+    rows = [
+        {"kind": "quantise", "head_dim": 64, "what": "rotated", "ms": 0.1, "gb_per_s": 3120},
+        {"kind": "copy", "gb_per_s": 4038},
+    ]
+    write(results / "h200_fp8_variants.jsonl", [{"kind": "run"}, *rows])
+    text = "\n".join(results_kernels.fp8_quantiser(results_files.ROOT / "docs/page.md"))
+    assert "runs at 4.04 TB/s" in text
+    assert "| 64 | 0.100 ms, 3.12 TB/s |" in text
+
+
+def test_exposed_share_of_the_softmax():
+    rows = [
+        {"head_dim": 64, "unit": unit, "without": "all", "share": share}
+        for unit, share in (("vector always", -0.3), ("tensor", -0.15))
+    ]
+    found = [(PAGE, {}, row) for row in rows]
+    assert results_softmax.exposed_text(found) == (
+        "The share of time that the softmax is exposed falls from 30% to 15% at head dim 64 "
+        "(2.0x lower)."
+    )
+
+
+def test_predictions_are_those_of_the_cycle_model():
+    softmax_cycles = pytest.importorskip("softmax_cycles")
+    expected = softmax_cycles.predicted_ratio(softmax_cycles.A100, 64, "tensor")
+    _, _, *rows = results_softmax.cycles(PAGE)
+    assert rows[0].startswith("| A100 d64 | ")
+    assert f"| {expected:.2f} |" in rows[0]
+    assert len(rows) == 2 * len(softmax_cycles.CHIPS)
+
+
+def test_headline_counts_lost_cells_and_names_a_command(results):
+    rows = [timing(f"d64 full {n}", "forward", n, 1.0, a=1.0 + n / 1e4) for n in (512, 1024)]
+    rows.append(timing("d64 causal 512", "forward", 512, 1.0, a=0.5))
+    write(results / "h200_forward.jsonl", [RUN, *rows])
+    (row,) = results_speed.headline(results_files.ROOT / "README.md")[2:]
+    assert "| 0.50x | 1 of 3 | `python benchmarks/hopper.py --passes forward` |" in row
+
+
 def test_ratios_leave_out_cells_without_peers():
     rows = [timing("a", "forward", 8, 1.0), timing("b", "forward", 8, 1.0, x=3.0)]
     assert results_speed.ratios(rows, "forward", "back_to_back") == {"b": 3.0}
 
 
 def test_slow_devices_are_shown_in_gflops_and_types_apart(results):
-    run = {"kind": "run", "torch": "2.11", "commit": "abc", "cpu": "CPU X"}
+    run = {"kind": "run", "torch": "2.11", "commit": "abc", "cpu": "CPU X", "backend": "cpu"}
     rows = [
         timing("d64 full 512", "forward", 512, 200.0, torch=300.0),
         timing("d64 full 512", "forward", 512, 100.0, torch=300.0) | {"dtype": "float32"},
     ]
     write(results / "x.jsonl", [run, *rows])
     text = "\n".join(results_speed.speed(results_files.ROOT / "docs/page.md"))
-    assert text.startswith("### x\n\nCPU X, torch 2.11")
+    assert text.startswith("Ratios to the best peer of each cell:\n\n| file |")
+    assert "| forward | bfloat16 | 1 | 1.500 | 1.50 (d64 full 512) | 0 |" in text
+    assert "\n\n### x: CPU backend\n\nCPU X, torch 2.11" in text
     assert "Forward, bfloat16, back to back: GFLOP/s" in text
     assert "| 64 full | 500 (1.50) |" in text
     assert "| 64 full | 1000 (3.00) |" in text
@@ -147,7 +272,7 @@ def test_memory_block_states_the_case_of_32768(results):
     rows = [row("textbook", 8 * 2**30), row("pantile", 2**28)]
     write(results / "m.jsonl", [run, *rows])
     text = "\n".join(results_reports.memory(results_files.ROOT / "docs/page.md"))
-    assert "One matrix" in text or "one matrix takes 2,048.0 MiB" in text
+    assert "one matrix takes 2,048.0 MiB" in text
     assert "32 times less" in text
 
 
@@ -161,6 +286,12 @@ def test_missing_results_are_said_to_be_missing(results):
         "utilisation",
         "build",
         "repeat",
+        "forward-cells",
+        "fp8-cells",
+        "fp8-quantiser",
+        "ampere-cells",
+        "ampere-float32",
+        "cpu-bars",
     ):
         assert results_docs.BLOCKS[name](PAGE) == ["Not measured yet."], name
 
