@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import memory
+import torch
+from pantile import reference
 
 
 def row(length: int, peak: int, name: str = "pantile") -> dict:
@@ -29,9 +31,23 @@ def test_verdict():
 def test_our_step_is_linear_and_the_textbook_is_not():
     ours = [memory.in_own_process("pantile", n, "cpu") for n in (8192, 16384)]
     assert memory.is_linear(memory.bytes_per_token(ours, "cpu"))
-    (large,) = (memory.in_own_process("textbook", 2048, "cpu") for _ in range(1))
+    large = memory.in_own_process("textbook", 2048, "cpu")
     assert large["peak_bytes"] > 3 * large["matrix_bytes"]
     assert ours[1]["peak_bytes"] < large["peak_bytes"]
+
+
+def test_the_textbook_is_causal_attention():
+    leaves, grad_o = memory.draw(37, 16, "cpu")
+    leaves = [x.detach().double().requires_grad_() for x in leaves]
+    found = memory.textbook(*leaves)
+    exact, _ = reference.attention(*leaves, causal=True)
+    assert reference.error(found, exact) < 1e-12
+    for a, b in zip(
+        torch.autograd.grad(found, leaves, grad_o.double()),
+        torch.autograd.grad(exact, leaves, grad_o.double()),
+        strict=True,
+    ):
+        assert reference.error(a, b) < 1e-12
 
 
 def test_a_failure_is_a_row_with_its_reason():
