@@ -15,6 +15,7 @@ import dataclasses
 import os
 import pathlib
 import sys
+import time
 
 # (pass, dtype) -> (ratio that the project promises at B1 H8 S2048, on AVX2)
 BARS = {
@@ -129,8 +130,10 @@ def main() -> None:
         judge(row, run["isa"])
 
     lines = [run]
+    started = time.perf_counter()
     for setup in setups:
         lines += sweep.run(chosen, arguments.passes, setup, show)[1:]
+    run["seconds"] = round(time.perf_counter() - started, 1)
     print("columns: median time and GFLOP/s; backward 2.5 times the forward's work, causal half")
     if arguments.json is not None:
         sweep.write(arguments.json, [line for line in lines if line["kind"] != "summary"])

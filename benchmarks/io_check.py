@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+import time
 
 import counters
 import pantile
@@ -105,6 +106,7 @@ def main() -> None:
     gpu = next((g for key, g in io_model.GPUS.items() if key in name), None)
     if gpu is None:
         sys.exit(f"{name} is not in the table of pantile.io_model.GPUS")
+    started = time.perf_counter()
     try:
         found, _ = counters.collect(list(CASES), [READ, WRITTEN, TIME])
     except counters.CounterError as error:
@@ -120,6 +122,7 @@ def main() -> None:
         )
     state = measure.gpu_state()
     header = {"kind": "run", "commit": measure.commit(), "gpu": name, "state_before": state}
+    header["seconds"] = round(time.perf_counter() - started, 1)
     sweep.write(arguments.out, [header, *rows])
     print(f"wrote {arguments.out}")
     judged = [r for r in rows if not r["implementation"].endswith("backward")]

@@ -22,6 +22,7 @@ RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 SOURCE = "pantile-source"  # key of the hash among the text chunks of an image
 OURS = "pantile"
 STATE = "back_to_back"
+SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "fp32", "float8": "FP8"}
 
 
 def read(path: pathlib.Path) -> list[dict]:
@@ -117,6 +118,23 @@ def title_of(lines: list[dict], what: str) -> str:
     return f"{what}, {gpu}, commit {run['commit']}"
 
 
+def what_of(lines: list[dict], rows: list[dict], what: str) -> str:
+    """Backend, pass and type of the rows, as far as the file says them."""
+    backend = lines[0].get("backend", "")
+    dtype = rows[0].get("dtype", "")
+    return " ".join(word for word in (backend, what, SHORT.get(dtype, dtype)) if word)
+
+
+def length_text(length: int) -> str:
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+def length_axis(axis, lengths: list[int]) -> None:
+    """A label for each measured length, on a logarithmic axis."""
+    axis.set_ticks(lengths, [length_text(n) for n in lengths], fontsize=8)
+    axis.set_ticks([], minor=True)
+
+
 def masks_of(rows: list[dict]) -> list[bool]:
     return sorted({row["causal"] for row in rows})
 
@@ -161,6 +179,7 @@ def draw_speed(lines: list[dict], what: str):
                     zorder=3 if ours else 2,
                 )
             panel.set_xscale("log", base=2)
+            length_axis(panel.xaxis, sorted({r["seqlen"] for r in rows}))
             panel.set_title(f"d{head_dim} {'causal' if causal else 'full'}", fontsize=9)
             panel.grid(alpha=0.3)
         axes[line][0].set_ylabel("TFLOP/s")
@@ -168,8 +187,11 @@ def draw_speed(lines: list[dict], what: str):
     axes[0][0].legend(fontsize=7)
     for panel in axes[-1]:
         panel.set_xlabel("sequence length")
-    figure.suptitle(title_of(lines, what), fontsize=10)
+    figure.suptitle(title_of(lines, what_of(lines, rows, what)), fontsize=10)
     return figure
+
+
+DARK = 0.15  # distance from 1 beyond which the colours of the map need light letters
 
 
 def best_ratio(results: dict) -> float:
@@ -194,13 +216,15 @@ def draw_ratio(lines: list[dict], what: str):
     for line, cells in enumerate(values):
         for column, value in enumerate(cells):
             if not math.isnan(value):
-                panel.text(column, line, f"{value:.2f}", ha="center", va="center", fontsize=8)
-    panel.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize=8)
+                ink = "white" if abs(value - 1) > DARK else "black"
+                place = {"ha": "center", "va": "center", "fontsize": 8}
+                panel.text(column, line, f"{value:.2f}", color=ink, **place)
+    panel.set_xticks(range(len(lengths)), [length_text(n) for n in lengths], fontsize=8)
     labels = [f"d{d} {'causal' if causal else 'full'}" for d, causal in kinds]
     panel.set_yticks(range(len(kinds)), labels, fontsize=8)
     panel.set_xlabel("sequence length")
     figure.colorbar(image, label="speed / best peer")
-    figure.suptitle(title_of(lines, what), fontsize=9)
+    figure.suptitle(title_of(lines, what_of(lines, rows, what)), fontsize=9)
     return figure
 
 
@@ -226,6 +250,8 @@ def draw_memory(lines: list[dict]):
     )
     panel.set_xscale("log", base=2)
     panel.set_yscale("log", base=2)
+    length_axis(panel.xaxis, [n for n, _ in everywhere])
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     panel.set_xlabel("sequence length")
     panel.set_ylabel("peak memory, MiB")
     panel.grid(alpha=0.3)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+import time
 
 import counters
 import torch
@@ -118,6 +119,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         sys.exit("this report reads the counters of a CUDA GPU, and there is none")
+    started = time.perf_counter()
     try:
         found, absent = counters.collect(case_names(), METRICS)
     except counters.CounterError as error:
@@ -131,6 +133,7 @@ def main() -> None:
         "commit": measure.commit(),
         "gpu": torch.cuda.get_device_name(),
         "state_before": measure.gpu_state(),
+        "seconds": round(time.perf_counter() - started, 1),
         "absent": absent,
     }
     sweep.write(arguments.out, [header, *rows])

@@ -180,7 +180,7 @@ def merge(facts: dict, column: str, measured: dict[str, str], public: dict) -> d
     for other in named:
         for name, value in public[other].items():
             rows.setdefault(name, {})[other] = value
-    sources = {k: v for k, v in facts.get("sources", {}).items() if k in columns}
+    sources = facts.get("sources", {})
     return {
         "columns": [*sorted([*columns, column]), *named],
         "rows": {name: values for name, values in rows.items() if values},
@@ -194,6 +194,11 @@ def processor() -> str:
     return re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)[1]
 
 
+def gpu() -> str:
+    name = python("import torch; print(torch.cuda.get_device_name())")
+    return f"{name} beside {processor()}"
+
+
 def main() -> None:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -203,24 +208,26 @@ def main() -> None:
     p.add_argument("--call", action="store_true", help="time a call on this machine's GPU")
     p.add_argument("--out", type=pathlib.Path, default=FACTS)
     arguments = p.parse_args()
-    measured: dict[str, str] = {}
-    column = "with CUDA"
+    column = "CPU only"
+    parts = {}  # what the source is said of -> figures
     if arguments.wheel is not None:
-        measured |= wheel_facts(arguments.wheel)
+        column, parts["with CUDA, the wheel"] = "with CUDA", wheel_facts(arguments.wheel)
     if arguments.call:
-        measured |= call_seconds("cuda")
-    if not measured:
+        column, parts["with CUDA, the call"] = "with CUDA", call_seconds("cuda")
+    if not parts:
         column = "with CUDA" if arguments.cuda else "CPU only"
         with tempfile.TemporaryDirectory() as folder:
-            measured |= build(arguments.cuda, pathlib.Path(folder))
+            parts[column] = build(arguments.cuda, pathlib.Path(folder))
         if not arguments.cuda:
-            measured |= import_seconds() | call_seconds("cpu")
+            parts[column] |= import_seconds() | call_seconds("cpu")
     facts = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    measured = {name: value for part in parts.values() for name, value in part.items()}
     facts = merge(facts, column, measured, json.loads(PUBLIC.read_text()))
     from pantile.bench import measure
 
-    where = f"{processor()}, commit {measure.commit()}"
-    facts["sources"][column] = where
+    for part in parts:
+        where = processor() if "call" not in part else gpu()
+        facts["sources"][part] = f"{where}, commit {measure.commit()}"
     arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
     print("\n".join(f"{name}: {value}" for name, value in measured.items()))
 

@@ -33,6 +33,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], list[str]]] = {
     "backward-variants": backward.variants,
     "build": reports.build_facts,
     "cpu-bars": kernels.cpu_bars,
+    "durations": reports.durations,
     "forward-cells": kernels.forward_cells,
     "fp8-cells": kernels.fp8_cells,
     "fp8-gradient": fp8.gradient,

@@ -8,7 +8,7 @@ import pathlib
 import sys
 
 import results_files
-from results_files import OURS, counter_cells, image, link, mean, rows_of, table
+from results_files import OURS, counter_cells, image, lines_of, link, mean, rows_of, table
 
 
 def _io_model():
@@ -182,11 +182,20 @@ def roofline_table(_: pathlib.Path) -> list[str]:
     return table(columns, rows)
 
 
+IO_LIMIT = 0.15  # that a forward may differ from the model
+
+
 def io_check(page: pathlib.Path) -> list[str]:
+    """The first file in full; of files beside it (other runs, other builds) the ratios."""
     found = rows_of("io")
     if not found:
         return ["Not measured yet."]
-    path, run, _ = found[0]
+    runs = {path: run for path, run, _ in found}
+    ratios = {
+        (path, row["implementation"], row["length"]): f"{row['ratio']:.3f}"
+        for path, _, row in found
+    }
+    first, *others = runs
     rows = [
         [
             row["implementation"],
@@ -195,16 +204,32 @@ def io_check(page: pathlib.Path) -> list[str]:
             f"{gb(row['read_bytes'])} ({gb(row['model_read_bytes'])})",
             f"{gb(row['written_bytes'])} ({gb(row['model_written_bytes'])})",
             f"{row['ratio']:.3f}",
+            *(ratios.get((path, row["implementation"], row["length"]), "-") for path in others),
         ]
-        for _, _, row in found
+        for path, _, row in found
+        if path == first
     ]
+    columns = ["", "length", "heads", "read (model)", "written (model)", "measured / model"]
+    columns += [f"at {runs[path]['commit']}" for path in others]
+    files = ", ".join(link(path, page) for path in runs)
     return [
-        f"{run['gpu']}, commit {run['commit']} ({link(path, page)}), head dim 128, bf16, full; GB.",
+        f"{runs[first]['gpu']}, commit {runs[first]['commit']} ({files}), head dim 128, bf16, "
+        "full; GB.",
         "",
-        *table(
-            ["", "length", "heads", "read (model)", "written (model)", "measured / model"], rows
-        ),
+        *table(columns, rows),
+        "",
+        io_verdict([row for _, _, row in found]),
     ]
+
+
+def io_verdict(rows: list[dict]) -> str:
+    """How far the forwards of all runs are from the model."""
+    off = [abs(row["ratio"] - 1) for row in rows if not row["implementation"].endswith("backward")]
+    inside = sum(value <= IO_LIMIT for value in off)
+    return (
+        f"{inside} of {len(off)} forwards are within {IO_LIMIT:.0%} of the model; the farthest is "
+        f"{max(off):.1%} off."
+    )
 
 
 # ---- accuracy
@@ -301,7 +326,17 @@ def accuracy_fp8(page: pathlib.Path) -> list[str]:
     ]
 
 
-# ---- utilisation, build facts
+# ---- durations, utilisation, build facts
+
+
+def durations(page: pathlib.Path) -> list[str]:
+    """What the runs behind the files took, as far as they say it."""
+    texts = []
+    for path in sorted(results_files.RESULTS.glob("*.jsonl")):
+        seconds = lines_of(path)[0].get("seconds")
+        if seconds is not None:
+            texts.append(f"{link(path, page)} {seconds:.0f} s")
+    return [f"Measuring took: {', '.join(texts)}."] if texts else ["Not measured yet."]
 
 
 def utilisation(page: pathlib.Path) -> list[str]:

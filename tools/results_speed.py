@@ -40,8 +40,6 @@ def run_facts(run: dict) -> str:
     if run.get("cudnn"):
         facts.append(f"cuDNN {run['cudnn']}")
     facts.append(f"commit {run['commit']}")
-    if "seconds" in run:
-        facts.append(f"{run['seconds']:.0f} s")
     during = run.get("during") or {}
     for name, unit in (("clocks.sm", "MHz"), ("power.draw", "W")):
         if name in during:

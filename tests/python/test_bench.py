@@ -29,6 +29,7 @@ def test_prints_a_table_and_writes_the_results(capsys, tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["run"] + ["timing"] * 4 + ["summary"] * 2
     assert lines[0]["cpu"]
+    assert len(lines[0]["commands"]) == 1
     for line in lines[1:5]:
         results = line["results"]["back_to_back"]
         assert set(results) == {"pantile", *peers.CPU_PEERS}
@@ -107,6 +108,15 @@ def test_monitor_summary_skips_what_is_no_number():
     assert measure.summarise_samples([]) == {}
 
 
+def test_the_command_line_is_kept_without_paths(monkeypatch):
+    words = ["--peers", "FA3,cuDNN (torch)", "--out", "/x/y.jsonl", "--rounds", "3"]
+    monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/hopper.py", *words])
+    expected = "python benchmarks/hopper.py --peers 'FA3,cuDNN (torch)' --rounds 3"
+    assert measure.command() == expected
+    monkeypatch.setattr("sys.argv", ["/site/pantile/__main__.py", "bench"])
+    assert measure.command() == "python -m pantile bench"
+
+
 # ---- cases and figures
 
 
@@ -145,12 +155,15 @@ def test_deterministic_figures_are_ours_and_no_peers():
 def test_appended_run_keeps_earlier_timings():
     def lines(run: str, case: str) -> list[dict]:
         rows = [timing(case, 2.0, a=4.0) | {"kind": "timing"}]
-        return [{"kind": "run", "commit": run}, *rows, *sweep.summarise(rows)]
+        first = {"kind": "run", "commit": run, "commands": [f"run {run}"], "seconds": 1.5}
+        return [first, *rows, *sweep.summarise(rows)]
 
     found = sweep.joined(lines("1", "x"), lines("2", "y"))
     assert [line["kind"] for line in found] == ["run", "timing", "timing", "summary"]
     assert [line.get("case") for line in found[1:3]] == ["x", "y"]
     assert found[0]["commit"] == "1"
+    assert found[0]["commands"] == ["run 1", "run 2"]
+    assert found[0]["seconds"] == 3.0
     assert found[3]["cells"] == 2
 
 

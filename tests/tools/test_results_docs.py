@@ -124,8 +124,15 @@ def test_a_section_says_how_it_was_run(results):
     run = RUN | {"commands": ["python benchmarks/hopper.py"], "what": "cut short"}
     write(results / "x.jsonl", [run, timing("d64 full 512", "forward", 512, 1.0, a=2.0)])
     text = "\n".join(results_speed.speed(results_files.ROOT / "docs/page.md"))
-    assert "commit abc, 7 s (" in text
     assert "\n\nCut short.\n\n    python benchmarks/hopper.py\n\nForward, bfloat16" in text
+
+
+def test_durations_are_those_of_the_files(results):
+    write(results / "x.jsonl", [RUN])
+    write(results / "y.jsonl", [{"kind": "run"}])
+    assert results_reports.durations(results_files.ROOT / "README.md") == [
+        "Measuring took: [`x.jsonl`](benchmarks/results/x.jsonl) 7 s."
+    ]
 
 
 def test_float32_by_tf32_is_named():
@@ -276,6 +283,26 @@ def test_memory_block_states_the_case_of_32768(results):
     assert "32 times less" in text
 
 
+def test_io_rows_of_another_run_stand_beside_the_first(results):
+    def row(name: str, length: int, ratio: float) -> dict:
+        figures = dict.fromkeys(("read_bytes", "written_bytes"), 2e9)
+        model = dict.fromkeys(("model_read_bytes", "model_written_bytes"), 1e9)
+        keys = {"kind": "io", "implementation": name, "length": length, "heads": 4}
+        return keys | figures | model | {"ratio": ratio}
+
+    def run(commit: str) -> dict:
+        return {"kind": "run", "commit": commit, "gpu": "GPU X"}
+
+    rows = [row("pantile", 2048, 1.05), row("pantile backward", 2048, 2.0)]
+    write(results / "io.jsonl", [run("abc"), *rows])
+    write(results / "io_earlier.jsonl", [run("def"), row("pantile", 2048, 0.8)])
+    text = "\n".join(results_reports.io_check(results_files.ROOT / "docs/page.md"))
+    assert "| written (model) | measured / model | at def |" in text
+    assert "| pantile | 2,048 | 4 | 2.00 (1.00) | 2.00 (1.00) | 1.050 | 0.800 |" in text
+    assert "| pantile backward | 2,048 | 4 | 2.00 (1.00) | 2.00 (1.00) | 2.000 | - |" in text
+    assert text.endswith("1 of 2 forwards are within 15% of the model; the farthest is 20.0% off.")
+
+
 def test_missing_results_are_said_to_be_missing(results):
     for name in (
         "speed",
@@ -285,6 +312,7 @@ def test_missing_results_are_said_to_be_missing(results):
         "io-check",
         "utilisation",
         "build",
+        "durations",
         "repeat",
         "forward-cells",
         "fp8-cells",

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -187,6 +189,17 @@ class Monitor:
         self._process.terminate()
         text, _ = self._process.communicate()
         self.summary = summarise_samples(text.splitlines())
+
+
+def command() -> str:
+    """The command line that started the program, without the place that it writes to."""
+    program, *words = sys.argv
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    name = pathlib.PurePath(program).name
+    script = ["-m", "pantile"] if name == "__main__.py" else [f"benchmarks/{name}"]
+    return shlex.join(["python", *script, *words])
 
 
 def commit() -> str:

@@ -218,6 +218,7 @@ def header(setup: Setup) -> dict:
     line = {
         "kind": "run",
         "commit": measure.commit(),
+        "commands": [measure.command()],
         "torch": torch.__version__,
         "backend": setup.backend,
     }
@@ -264,7 +265,12 @@ def write(path: pathlib.Path, lines: list[dict]) -> None:
 def joined(earlier: list[dict], lines: list[dict]) -> list[dict]:
     """The lines of one results file for two runs of the same build, one after the other."""
     rows = [line for line in [*earlier, *lines] if line["kind"] == "timing"]
-    return [earlier[0], *rows, *summarise(rows)]
+    both = (earlier[0], lines[0])
+    first = earlier[0] | {
+        "commands": [command for run in both for command in run.get("commands", [])],
+        "seconds": round(sum(run.get("seconds", 0.0) for run in both), 1),
+    }
+    return [first, *rows, *summarise(rows)]
 
 
 # ---- what the scripts in benchmarks/ share
