@@ -339,6 +339,31 @@ def durations(page: pathlib.Path) -> list[str]:
     return [f"Measuring took: {', '.join(texts)}."] if texts else ["Not measured yet."]
 
 
+# Often named as the goals of fully tensorised attention: units (the highest counts), percent.
+TARGETS = {
+    "tensor cores": (("tensor",), 85),
+    "vector pipes": (("FMA", "ALU", "MUFU"), 80),
+    "memory": (("DRAM",), 70),
+}
+
+
+def targets_text(rows: list[dict]) -> str:
+    """Which attention kernels reach the targets, and how near the others come."""
+    texts = []
+    attention = [row for row in rows if " d" in row["case"]]
+    for name, (units, least) in TARGETS.items():
+
+        def use(row: dict, units: tuple[str, ...] = units) -> float:
+            return max(row["percent"][unit] or 0.0 for unit in units)
+
+        reached = [row for row in attention if use(row) > least]
+        best = max(attention, key=use)
+        who = ", ".join(f"{row['implementation']} {row['case']}" for row in reached) or "none"
+        highest = f"highest {use(best):.0f} %, {best['implementation']} {best['case']}"
+        texts.append(f"{name} above {least} %: {who} ({highest})")
+    return f"Of these kernels reach the targets: {'; '.join(texts)}."
+
+
 def utilisation(page: pathlib.Path) -> list[str]:
     found = rows_of("utilisation")
     if not found:
@@ -360,6 +385,8 @@ def utilisation(page: pathlib.Path) -> list[str]:
         "the kernel runs.",
         "",
         *table(["", "case", *columns, "bank conflicts", "GHz", "us"], rows),
+        "",
+        targets_text([row for _, _, row in found]),
     ]
 
 

@@ -303,6 +303,19 @@ def test_io_rows_of_another_run_stand_beside_the_first(results):
     assert text.endswith("1 of 2 forwards are within 15% of the model; the farthest is 20.0% off.")
 
 
+def test_targets_of_utilisation():
+    def row(name: str, case: str, tensor: float, mufu: float) -> dict:
+        percent = {"tensor": tensor, "FMA": 1.0, "ALU": None, "MUFU": mufu, "DRAM": 5.0}
+        return {"implementation": name, "case": case, "percent": percent}
+
+    rows = [row("cuBLAS", "bf16", 97.0, 0.0), row("a", "bf16 forward d64 full", 60.0, 81.0)]
+    rows.append(row("b", "bf16 forward d256 full", 95.0, 20.0))
+    text = results_reports.targets_text(rows)
+    assert "tensor cores above 85 %: b bf16 forward d256 full (highest 95 %, b" in text
+    assert "vector pipes above 80 %: a bf16 forward d64 full (highest 81 %, a" in text
+    assert "memory above 70 %: none (highest 5 %, a" in text
+
+
 def test_missing_results_are_said_to_be_missing(results):
     for name in (
         "speed",
