@@ -120,7 +120,7 @@ def _dense_settings(causal, window, scale, backend: str) -> tuple:
 
 # Of calls that say no more than `causal`, which go a shorter way.
 _PLAIN_SETTINGS = {
-    causal: _dense_settings(causal, None, None, DEFAULT_OPTIONS.backend_settings[False])
+    causal: _dense_settings(causal, None, None, DEFAULT_OPTIONS.backend_setting(False))
     for causal in (False, True)
 }
 
@@ -184,7 +184,7 @@ def attention(
         return _torch_ops.attention(q, k, v, _PLAIN_SETTINGS[causal], False, False, False, None)
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
-    settings = _dense_settings(causal, window, scale, options.backend_settings[return_lse])
+    settings = _dense_settings(causal, window, scale, options.backend_setting(return_lse))
     return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
 
 
@@ -262,7 +262,7 @@ def varlen_attention(
     """
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
-    backend = options.backend_settings[return_lse]
+    backend = options.backend_setting(return_lse)
     if type(q) is Quantized:
         if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
             raise TypeError("q is pantile.Quantized, which knows its sequences; leave theirs out")
@@ -310,7 +310,7 @@ def explain(
     """
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
-    backend = options.backend_settings[return_lse]
+    backend = options.backend_setting(return_lse)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         if seqused_q is not None or seqused_k is not None:
             raise ValueError("seqused_q and seqused_k need cu_seqlens_q and cu_seqlens_k")

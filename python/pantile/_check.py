@@ -124,9 +124,10 @@ def _case(backend: str, device: str, dtype_name: str, head_dim: int, mask: str) 
         lambda *x: _reference(*x, lengths, arguments, None)[0], [x.double() for x in tensors]
     )
     textbook = _with_gradients(lambda *x: _reference(*x, lengths, arguments, None)[0], tensors)
-    scales = reference.rounding_scales(
+    scale_o, _, *scales = reference.rounding_scales(
         lambda *x: _reference(*x, lengths, arguments, torch.float64), *tensors
     )
+    scales = [scale_o, *scales]
     ours: list[torch.Tensor] = []
     if plan.forward.kernel and plan.backward.kernel:
         ours = _with_gradients(lambda *x: _ours(*x, lengths, arguments, options), tensors)

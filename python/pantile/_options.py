@@ -119,6 +119,11 @@ class Options:
     # What the operators are told of it all: without and with an LSE that the call returns.
     backend_settings: tuple[str, str] = field(init=False, repr=False, compare=False)
 
+    def backend_setting(self, return_lse: bool) -> str:
+        """What the operators are told, for a call that returns its LSE or not."""
+        plain, with_lse = self.backend_settings
+        return with_lse if return_lse else plain
+
     def __post_init__(self) -> None:
         _choice("backend", self.backend, BACKENDS)
         _choice("float32_precision", self.float32_precision, FLOAT32_PRECISIONS)

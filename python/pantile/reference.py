@@ -325,18 +325,19 @@ def error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float(torch.nan_to_num(difference, nan=torch.inf, posinf=torch.inf).max())
 
 
-def rounding_scales(call, q, k, v, grad_o, scale=None) -> tuple[float, float, float, float]:
-    """Sizes of the terms that o, dq, dk and dv add up, which float32 rounds one by one.
+def rounding_scales(call, q, k, v, grad_o, scale=None) -> tuple[float, ...]:
+    """Sizes of the terms that o, lse, dq, dk and dv add up, which float32 rounds one by one.
 
     A gradient may be tiny, or 0, because such terms cancel: with a single visible key
     dP - rowsum(dO * O) is 0, but both are rounded. Weights are recomputed from LSE, so their
-    relative error grows with its size. ``call(q, k, v)`` is one of the functions above in float64.
+    relative error grows with its size. A score is a sum itself. ``call(q, k, v)`` is one of the
+    functions above in float64.
     """
     q, k, v, grad_o = (x.detach().double() for x in (q, k, v, grad_o))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.numel() == 0 or k.numel() == 0:
-        return 0.0, 0.0, 0.0, 0.0
-    # Cauchy: |dP| and |rowsum(dO * O)| are at most |dO| |V|.
+        return 0.0, 1.0, 0.0, 0.0, 0.0
+    # Cauchy: |dP| and |rowsum(dO * O)| are at most |dO| |V|, scores |scale| |Q| |K|.
     change = abs(scale) * grad_o.norm(dim=-1, keepdim=True) * v.norm(dim=-1).max()
     seen_keys, lse = call(q, k, k.abs())
     keys, values = torch.zeros_like(k, requires_grad=True), torch.zeros_like(v, requires_grad=True)
@@ -344,7 +345,9 @@ def rounding_scales(call, q, k, v, grad_o, scale=None) -> tuple[float, float, fl
     (terms_v,) = torch.autograd.grad(call(q, k, values)[0], values, grad_o.abs())
     weights = 1 + float(lse[lse.isfinite()].abs().max()) if lse.isfinite().any() else 1.0
     terms = (v.abs(), change * seen_keys, terms_k, terms_v)
-    return tuple(weights * float(x.max()) for x in terms)
+    scale_o, *scales = (weights * float(x.max()) for x in terms)
+    scores = abs(scale) * q.norm(dim=-1).max() * k.norm(dim=-1).max()
+    return scale_o, 1.0 + float(scores), *scales
 
 
 def bound(

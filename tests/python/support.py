@@ -33,6 +33,13 @@ class Target:
     def options(self) -> pantile.Options:
         return pantile.Options(backend=self.backend)
 
+    def exact_options(self, **arguments) -> pantile.Options:
+        """For calls without LSE whose output is compared, bit by bit, with that of one with LSE.
+
+        Where nobody gets the LSE, the Ampere backend sums the rounded weights on tensor cores.
+        """
+        return pantile.Options(backend=self.backend, softmax="vector", **arguments)
+
 
 @dataclass
 class Case:
@@ -155,13 +162,12 @@ NAMES = ("o", "lse", "dq", "dk", "dv")
 
 def assert_within_bound(results, textbooks, exacts, case: Case, grad_o) -> None:
     """The contract: error at most twice the textbook's in the same dtype, plus the floor."""
-    scale_o, *scales = reference.rounding_scales(
+    scales = reference.rounding_scales(
         lambda *x: case.expected(*x, torch.float64),
         *case.operands,
         grad_o,
         case.arguments.get("scale"),
     )
-    scales = (scale_o, 1.0, *scales)
     for name, result, textbook, exact, scale in zip(
         NAMES, results, textbooks, exacts, scales, strict=False
     ):

@@ -55,7 +55,7 @@ def expected_max_logit(case) -> torch.Tensor:
 
 
 def call(case, target: Target, *operands, output_dtype=None, **extra):
-    options = pantile.Options(backend=target.backend, output_dtype=output_dtype)
+    options = target.exact_options(output_dtype=output_dtype)
     arguments = {**case.arguments, **extra, "options": options}
     operands = operands or case.operands
     if case.lengths:
