@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 import pantile
 import torch
 import torch.nn.functional as F
+from pantile.bench import measure
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
@@ -331,6 +332,7 @@ def main() -> None:
         "device": device_name,
         "torch": torch.__version__,
         "pantile": pantile.__version__,
+        "commit": measure.commit(),
         "parameters": parameters,
         **asdict(preset),
         "runs": [asdict(run) for run in runs],

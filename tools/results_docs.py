@@ -56,6 +56,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], list[str]]] = {
     "softmax-speed": results_softmax.speed,
     "softmax-stages": results_softmax.stages,
     "speed": results_speed.speed,
+    "training": reports.training,
     "utilisation": reports.utilisation,
 }
 BLOCK = re.compile(r"(<!-- results ([\w-]+): begin -->\n).*?(<!-- results \2: end -->)", re.DOTALL)

@@ -326,6 +326,42 @@ def accuracy_fp8(page: pathlib.Path) -> list[str]:
     ]
 
 
+# ---- training
+
+
+def training(page: pathlib.Path) -> list[str]:
+    """The GPT of examples/train_gpt.py, once with each attention."""
+    path = results_files.RESULTS / "h200_train_gpt.json"
+    if not path.exists():
+        return ["Not measured yet."]
+    report = json.loads(path.read_text())
+    first = report["runs"][0]
+    rows = []
+    for run in report["runs"]:
+        apart = [abs(a - b) for a, b in zip(first["losses"], run["losses"], strict=True)]
+        rows.append(
+            [
+                run["attention"],
+                f"{run['tokens_per_second']:,.0f}",
+                f"{first['tokens_per_second'] / run['tokens_per_second']:.2f}",
+                f"{run['step_seconds'] * 1e3:.1f}",
+                f"{run['peak_bytes'] / 2**30:.1f}",
+                f"{max(apart):.1e}" if run is not first else "-",
+            ]
+        )
+    columns = ["attention", "tokens/s", f"{first['attention']}, times as fast", "ms a step", "GiB"]
+    picture = path.with_suffix(".png")
+    return [
+        f"{report['parameters'] / 1e6:.0f} M parameters, {report['layers']} layers, head dim "
+        f"{report['width'] // report['heads']}, {report['steps']} steps of {report['batch']} x "
+        f"{report['context']} tokens, bf16, {report['device']}, torch {report['torch']}, commit "
+        f"{report.get('commit', 'not recorded')} ({link(path, page)}).",
+        "",
+        *table([*columns, "largest difference of losses"], rows),
+        *(["", image(picture, "losses of the training runs", page)] if picture.exists() else []),
+    ]
+
+
 # ---- durations, utilisation, build facts
 
 

@@ -303,6 +303,22 @@ def test_io_rows_of_another_run_stand_beside_the_first(results):
     assert text.endswith("1 of 2 forwards are within 15% of the model; the farthest is 20.0% off.")
 
 
+def test_training_runs_stand_beside_each_other(results):
+    def run(name: str, speed: float, last: float) -> dict:
+        figures = {"tokens_per_second": speed, "step_seconds": 0.05, "peak_bytes": 3 * 2**30}
+        return {"attention": name, "losses": [5.0, last]} | figures
+
+    report = {"parameters": 110e6, "layers": 8, "width": 1024, "heads": 8, "steps": 2, "batch": 4}
+    report |= {"context": 8192, "device": "GPU X", "torch": "2.11"}
+    report["runs"] = [run("pantile", 3000.0, 4.0), run("flash", 2000.0, 4.25)]
+    (results / "h200_train_gpt.json").write_text(json.dumps(report))
+    text = "\n".join(results_reports.training(results_files.ROOT / "docs/page.md"))
+    assert "110 M parameters, 8 layers, head dim 128, 2 steps of 4 x 8192 tokens" in text
+    assert "commit not recorded" in text
+    assert "| pantile | 3,000 | 1.00 | 50.0 | 3.0 | - |" in text
+    assert "| flash | 2,000 | 1.50 | 50.0 | 3.0 | 2.5e-01 |" in text
+
+
 def test_targets_of_utilisation():
     def row(name: str, case: str, tensor: float, mufu: float) -> dict:
         percent = {"tensor": tensor, "FMA": 1.0, "ALU": None, "MUFU": mufu, "DRAM": 5.0}
@@ -326,6 +342,7 @@ def test_missing_results_are_said_to_be_missing(results):
         "utilisation",
         "build",
         "durations",
+        "training",
         "repeat",
         "forward-cells",
         "fp8-cells",
