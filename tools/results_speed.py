@@ -221,6 +221,26 @@ def cells(path: pathlib.Path, what: str, page: pathlib.Path) -> list[str]:
     return out[:-1]
 
 
+# Contender -> what it is known by (pantile.bench.peers.versions).
+LIBRARIES = {
+    "FA3": {"forward": "FA3_SO", "backward": "DEW3_SO"},
+    "cuDNN FP8": {"forward": "nvidia-cudnn-frontend", "backward": "nvidia-cudnn-frontend"},
+}
+
+
+def libraries_text(run: dict, timings: list[dict]) -> list[str]:
+    """Which builds of the peers that torch does not bring were measured."""
+    found = {}
+    for row in timings:
+        for name, of_pass in LIBRARIES.items():
+            ran = any(name in results for results in row["results"].values())
+            version = run.get("peers", {}).get(of_pass.get(row["pass"], ""))
+            if ran and version:
+                found[f"{name} {row['pass']}"] = version
+    texts = ", ".join(f"{name}: {version}" for name, version in found.items())
+    return [f"Builds: {texts}.", ""] if texts else []
+
+
 def backend_text(run: dict) -> str:
     backend = run.get("backend", "unknown")
     return f"{'CPU' if backend == 'cpu' else backend.capitalize()} backend"
@@ -258,6 +278,7 @@ def speed_section(path: pathlib.Path, page: pathlib.Path) -> list[str]:
     out = [f"### {path.stem}: {backend_text(lines[0])}", ""]
     out += [f"{run_facts(lines[0])} ({link(path, page)}).", ""]
     out += [f"{capital(lines[0]['what'])}.", ""] if "what" in lines[0] else []
+    out += libraries_text(lines[0], timings)
     out += [f"    {command}" for command in lines[0].get("commands", [])]
     out += [""] if out[-1] else []
     for what, dtype in dict.fromkeys((r["pass"], r["dtype"]) for r in timings):

@@ -190,6 +190,16 @@ def test_every_absent_peer_has_a_reason(monkeypatch):
         assert "packed" in peer(name, packed)
 
 
+def test_a_peers_library_is_known_by_its_hash(monkeypatch, tmp_path):
+    library = tmp_path / "fa3.so"
+    library.write_bytes(b"abc")
+    monkeypatch.setenv("FA3_SO", str(library))
+    monkeypatch.setenv("DEW3_SO", str(tmp_path / "gone.so"))
+    found = peers.versions()
+    assert found["FA3_SO"] == "sha256 ba7816bf8f01"
+    assert "DEW3_SO" not in found
+
+
 def test_a_score_matrix_that_would_not_fit_is_not_tried(monkeypatch):
     monkeypatch.setattr(peers, "MOST_SCORE_BYTES", 100)
     setup = sweep.Setup("cpu", "cpu", "float32", ())

@@ -127,6 +127,15 @@ def test_a_section_says_how_it_was_run(results):
     assert "\n\nCut short.\n\n    python benchmarks/hopper.py\n\nForward, bfloat16" in text
 
 
+def test_builds_of_the_peers_that_ran_are_named():
+    run = RUN | {"peers": {"FA3_SO": "sha256 abc", "nvidia-cudnn-frontend": "1.18"}}
+    rows = [timing("d64 full 512", "forward", 512, 1.0, FA3=2.0)]
+    assert results_speed.libraries_text(run, rows) == ["Builds: FA3 forward: sha256 abc.", ""]
+    rows = [timing("d64 full 512", "backward", 512, 1.0, FA3=2.0)]
+    assert results_speed.libraries_text(run, rows) == []
+    assert results_speed.libraries_text(RUN, rows) == []
+
+
 def test_durations_are_those_of_the_files(results):
     write(results / "x.jsonl", [RUN])
     write(results / "y.jsonl", [{"kind": "run"}])

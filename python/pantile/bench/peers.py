@@ -6,8 +6,11 @@ backward); cuDNN's FP8 attention needs the package nvidia-cudnn-frontend."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import hashlib
+import importlib.metadata
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -319,6 +322,22 @@ def cudnn_fp8(name: str, problem: Problem) -> Contender | str:
 
 
 # ---- the list
+
+
+def versions() -> dict[str, str]:
+    """What the peers are that torch does not bring: the hash of a library, or a release."""
+    found = {}
+    for name in ("FA3_SO", "DEW3_SO"):
+        if name in os.environ and os.path.exists(os.environ[name]):
+            digest = hashlib.sha256()
+            with open(os.environ[name], "rb") as file:
+                while block := file.read(2**24):
+                    digest.update(block)
+            found[name] = f"sha256 {digest.hexdigest()[:12]}"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["nvidia-cudnn-frontend"] = importlib.metadata.version("nvidia-cudnn-frontend")
+    return found
+
 
 Peer = Callable[[str, Problem], "Contender | str"]
 

@@ -226,6 +226,7 @@ def header(setup: Setup) -> dict:
         return line | {
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
+            "peers": peers.versions(),
             "state_before": measure.gpu_state(),
         }
     cpu = next(device for device in pantile.devices() if device["type"] == "cpu")
