@@ -240,6 +240,7 @@ def scientific(value: float) -> str:
 
 
 CASE_KEYS = ("dtype", "head_dim", "mask", "length", "law")
+EXTREMES = ("relative", "max")
 RESULTS_OF_A_CALL = ("o", "lse", "dq", "dk", "dv")
 
 
@@ -263,6 +264,11 @@ def accuracy(page: pathlib.Path) -> list[str]:
             "",
             *against_textbook(cells, names),
             "",
+            "Relative error (RMSE over the RMS of the exact result) / largest absolute error, the "
+            "largest of each over all cases:",
+            "",
+            *extremes_table(cells, names),
+            "",
             "RMSE of O against float64:",
             "",
             *rmse_table(cells, names),
@@ -284,6 +290,20 @@ def against_textbook(cells: dict[tuple, dict[str, dict]], names: list[str]) -> l
             texts.append(f"{mean(values):.2f} / {max(values):.2f}" if values else "-")
         rows.append([name, *texts])
     return table(["", *RESULTS_OF_A_CALL], rows)
+
+
+def extremes_table(cells: dict[tuple, dict[str, dict]], names: list[str]) -> list[str]:
+    rows = []
+    for dtype in dict.fromkeys(key[0] for key in cells):
+        for name in names:
+            found = [errors.get(name, {}) for key, errors in cells.items() if key[0] == dtype]
+            texts = []
+            for result in RESULTS_OF_A_CALL:
+                figures = [errors[result] for errors in found if result in errors]
+                pair = (max((f[kind] for f in figures), default=None) for kind in EXTREMES)
+                texts.append(" / ".join(scientific(x) for x in pair) if figures else "-")
+            rows.append([dtype, name, *texts])
+    return table(["dtype", "", *RESULTS_OF_A_CALL], rows)
 
 
 def rmse_table(cells: dict[tuple, dict[str, dict]], names: list[str]) -> list[str]:

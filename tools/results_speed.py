@@ -195,7 +195,7 @@ def part_of(rows: list[dict], what: str, state: str) -> list[str]:
         out += [*grid_table(rows, state, factor), ""]
     special = special_table(rows, state, unit, factor)
     out += [*special, ""] if special else []
-    return out + variants_text(rows, state)
+    return [*out, *below_one(values), *variants_text(rows, state)]
 
 
 def cells(path: pathlib.Path, what: str, page: pathlib.Path) -> list[str]:

@@ -276,6 +276,7 @@ def test_accuracy_is_set_against_the_textbook(results):
     text = "\n".join(results_reports.accuracy(results_files.ROOT / "docs/page.md"))
     assert "| pantile | 1.00 / 2.00 | - | - | - | - |" in text
     assert "| FA3 | - | - | - | - | - |" in text
+    assert "| bf16 | pantile | 1.0e-01 / 1.0e+00 | - | - | - | - |" in text
     assert "| bf16 | 64 | full | 512 | b | 4.0e-03 | 2.0e-03 | - |" in text
 
 
