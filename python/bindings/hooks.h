@@ -12,6 +12,17 @@ namespace pantile::python {
 // Same signature as torch_get_num_threads(), which libtorch_cpu exports from torch 2.11 on.
 using ThreadCount = std::int32_t (*)(std::uint32_t* out);
 
+// What a plain call asks torch (plain.h); all null until pantile._ops has set them.
+struct PlainHooks {
+  PyTypeObject* parameter_type = nullptr;  // torch.nn.Parameter
+  PyObject* grad_enabled = nullptr;        // is autograd recording?
+  PyObject* watchers = nullptr;            // a tuple of functions; true: something watches
+  Py_ssize_t watcher_count = 0;
+  PyObject* empty_like = nullptr;
+  // Names of attributes of a tensor.
+  PyObject *requires_grad = nullptr, *is_neg = nullptr, *is_zerotensor = nullptr;
+};
+
 // Owned references that are never given back: the interpreter may be gone when statics are
 // destroyed.
 struct Hooks {
@@ -23,6 +34,7 @@ struct Hooks {
   PyObject* is_capturing = nullptr;                 // is the current stream being captured?
   ThreadCount thread_count = nullptr;               // torch's intra-op threads
   PyObject* plan_log = nullptr;                     // called with one line for each new plan
+  PlainHooks plain;
 };
 
 inline Hooks& hooks() {

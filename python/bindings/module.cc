@@ -12,6 +12,7 @@
 
 #include "fp8.h"
 #include "pantile/pantile.h"
+#include "plain.h"
 #include "planner.h"
 #include "request.h"
 #include "runs.h"
@@ -25,6 +26,29 @@ namespace {
 
 // ---- calls -----------------------------------------------------------------------------------
 
+void take_output(nb::handle o, Request* request) {
+  ForwardProblem& problem = request->problem;
+  const TensorView output = read_tensor(o, "o");
+  problem.output_f32 = output.code == dlpack::kFloat && output.bits == 32;
+  if (problem.output_f32) {
+    require_same_device(output, request->q);
+    require_query_shape(output, *request, problem.head_dim_v);
+  } else {
+    require_query_rows(output, *request, problem.head_dim_v);
+  }
+  require_contiguous(output);
+  problem.o = layout_of(output);
+  request->tensors.o = output.data;
+}
+
+unsigned run_forward_request(Request* request) {
+  ForwardProblem& problem = request->problem;
+  return plan_and_run<ForwardPlan>(*request, &problem, request->tensors, Pass::forward,
+                                   {{&request->q, &problem.q, kCopyQ},
+                                    {&request->k, &problem.k, kCopyK},
+                                    {&request->v, &problem.v, kCopyV}});
+}
+
 unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
                  nb::handle max_logit, nb::handle cu_seqlens_q, nb::handle cu_seqlens_k,
                  nb::handle seqused_q, nb::handle seqused_k, std::int64_t max_seqlen_q,
@@ -35,17 +59,7 @@ unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::han
                    Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
                             max_seqlen_k, scale, window_left, window_right, backend});
   ForwardProblem& problem = request.problem;
-  const TensorView output = read_tensor(o, "o");
-  problem.output_f32 = output.code == dlpack::kFloat && output.bits == 32;
-  if (problem.output_f32) {
-    require_same_device(output, request.q);
-    require_query_shape(output, request, problem.head_dim_v);
-  } else {
-    require_query_rows(output, request, problem.head_dim_v);
-  }
-  require_contiguous(output);
-  problem.o = layout_of(output);
-  request.tensors.o = output.data;
+  take_output(o, &request);
   problem.wants_lse = !lse.is_none();
   if (problem.wants_lse) {
     const TensorView rows = read_tensor(lse, "lse");
@@ -60,10 +74,43 @@ unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::han
     require_contiguous(largest);
     request.tensors.max_logit = static_cast<float*>(largest.data);
   }
-  return plan_and_run<ForwardPlan>(request, &problem, request.tensors, Pass::forward,
-                                   {{&request.q, &problem.q, kCopyQ},
-                                    {&request.k, &problem.k, kCopyK},
-                                    {&request.v, &problem.v, kCopyV}});
+  return run_forward_request(&request);
+}
+
+// The request of a plain call, without outputs; nothing when its tensors cannot be read or do not
+// fit together. The operators say then what is wrong.
+std::optional<Request> read_plain_request(nb::handle q, nb::handle k, nb::handle v, bool causal,
+                                          const char* backend) {
+  const nb::handle none(Py_None);
+  const std::int64_t right = causal ? 0 : -1;
+  try {
+    return read_request(q, k, v,
+                        Settings{none, none, none, none, 0, 0, std::nullopt, -1, right, backend});
+  } catch (const nb::python_error&) {
+    return std::nullopt;
+  }
+}
+
+// The whole of a plain call (plain.h): the output, or None when the call is not plain or needs more
+// than one fresh tensor like q; nothing has been launched then.
+nb::object attend(nb::handle q, nb::handle k, nb::handle v, bool causal, const char* backend) {
+  if (!is_plain_call({q, k, v})) {
+    return nb::none();
+  }
+  std::optional<Request> request = read_plain_request(q, k, v, causal, backend);
+  if (!request) {
+    return nb::none();
+  }
+  ForwardProblem& problem = request->problem;
+  problem.wants_lse = false;
+  const bool asks_precision =  // torch's, of float32 products
+      problem.dtype == DType::f32 && request->device.type == DeviceType::cuda;
+  if (asks_precision || problem.head_dim != problem.head_dim_v || !request->q.contiguous()) {
+    return nb::none();
+  }
+  nb::object o = nb::handle(hooks().plain.empty_like)(q);
+  take_output(o, &*request);
+  return run_forward_request(&*request) == 0 ? o : nb::none();
 }
 
 unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::handle k, nb::handle v,
@@ -275,6 +322,19 @@ void set_torch(nb::handle tensor_type, nb::handle exchange, nb::handle describe,
   torch.thread_count = reinterpret_cast<ThreadCount>(thread_count);
 }
 
+void set_plain(nb::handle parameter_type, nb::handle grad_enabled, nb::handle watchers,
+               nb::handle empty_like) {
+  PlainHooks& plain = hooks().plain;
+  plain.parameter_type = reinterpret_cast<PyTypeObject*>(keep(parameter_type));
+  plain.grad_enabled = keep(grad_enabled);
+  plain.watchers = keep(watchers);
+  plain.watcher_count = static_cast<Py_ssize_t>(nb::len(watchers));
+  plain.empty_like = keep(empty_like);
+  plain.requires_grad = PyUnicode_InternFromString("requires_grad");
+  plain.is_neg = PyUnicode_InternFromString("is_neg");
+  plain.is_zerotensor = PyUnicode_InternFromString("_is_zerotensor");
+}
+
 std::string version() {
   return std::to_string(PANTILE_VERSION_MAJOR) + "." + std::to_string(PANTILE_VERSION_MINOR) + "." +
          std::to_string(PANTILE_VERSION_PATCH);
@@ -291,6 +351,8 @@ NB_MODULE(_C, module) {
              "max_logit"_a.none(), "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(),
              "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a,
              "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a);
+  module.def("attend", &py::attend, "q"_a.none(), "k"_a.none(), "v"_a.none(), "causal"_a,
+             "backend"_a);
   module.def("backward", &py::backward, "grad_o"_a, "grad_lse"_a.none(), "q"_a, "k"_a, "v"_a, "o"_a,
              "lse"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a, "cu_seqlens_q"_a.none(),
              "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
@@ -321,6 +383,8 @@ NB_MODULE(_C, module) {
   module.def("build_info", &pantile::build_info);
   module.def("set_torch", &py::set_torch, "tensor_type"_a, "exchange"_a.none(), "describe"_a,
              "current_stream"_a, "lend_workspace"_a, "is_capturing"_a, "thread_count"_a);
+  module.def("set_plain", &py::set_plain, "parameter_type"_a, "grad_enabled"_a, "watchers"_a,
+             "empty_like"_a);
   module.def("set_cpu_threads", [](int threads) { py::cpu_properties().set_threads(threads); });
   module.def("set_parallel_for", [](std::uintptr_t address) {
     pantile::set_parallel_for(reinterpret_cast<pantile::ParallelFor>(address));

@@ -32,6 +32,7 @@ def forward(
 ) -> int:
     """Bits: copy q 1, k 2, v 4; pad head dims 128, fold scale 256. ``o``: dtype of q or float32."""
 
+def attend(q: Any, k: Any, v: Any, causal: bool, backend: str) -> Any | None: ...
 def backward(
     grad_o: Any,
     grad_lse: Any | None,
@@ -157,6 +158,12 @@ def check_sequences(
 def kernels() -> list[dict]: ...
 def devices() -> tuple[list[dict], str]: ...
 def build_info() -> str: ...
+def set_plain(
+    parameter_type: type,
+    grad_enabled: Callable,
+    watchers: tuple[Callable, ...],
+    empty_like: Callable,
+) -> None: ...
 def set_torch(
     tensor_type: type,
     exchange: Any | None,

@@ -181,7 +181,7 @@ def attention(
         and type(q) is _tensor_type
         and type(causal) is bool
     ):
-        return _torch_ops.attention(q, k, v, _PLAIN_SETTINGS[causal], False, False, False, None)
+        return _torch_ops.plain_attention(q, k, v, causal, _PLAIN_SETTINGS[causal])
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
     settings = _dense_settings(causal, window, scale, options.backend_setting(return_lse))

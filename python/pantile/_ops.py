@@ -13,7 +13,9 @@ from torch.utils import flop_counter
 
 from pantile import _C
 from pantile._direct import (
+    BACKEND_SETTING,
     LENGTHS_COUNT,
+    THREADS_FOLLOW,
     batch_of,
     lse_shape,
     run_backward,
@@ -418,6 +420,21 @@ _autocasting = torch._C._is_any_autocast_enabled
 _profiling = torch.autograd._profiler_enabled
 _tracing = torch._C._get_tracing_state
 _grad_enabled = torch.is_grad_enabled
+
+
+def _forward_mode() -> bool:
+    return forward_ad._current_level >= 0
+
+
+_WATCHERS = (
+    _in_transform,
+    _dispatch_modes,
+    _function_modes,
+    _autocasting,
+    _profiling,
+    _tracing,
+    _forward_mode,
+)
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOGRAD_KEYS = {
     False: torch._C.DispatchKey.AutogradCPU,
@@ -429,19 +446,20 @@ _apply_directly = super(torch.autograd.Function, _Attention).apply
 
 def _takes_short_cut(tensors: tuple[Tensor, ...]) -> bool:
     """Ordinary dense tensors, and no mode, transform, tracer, autocast or profiler at work."""
-    if _is_compiling() or _in_transform():
+    if _is_compiling():
         return False
     for x in tensors:
         if type(x) not in _PLAIN_TYPES or _keys_of(x).raw_repr() not in _PLAIN_KEYS:
             return False
-    return not (
-        _dispatch_modes()
-        or _function_modes()
-        or _autocasting()
-        or _profiling()
-        or _tracing()
-        or forward_ad._current_level >= 0
-    )
+    for watches in _WATCHERS:  # noqa: SIM110 (a generator costs as much as the calls)
+        if watches():
+            return False
+    return True
+
+
+# For _C.attend. Where C++ cannot read torch's thread count, run_forward must pass it on.
+if THREADS_FOLLOW:
+    _C.set_plain(torch.nn.Parameter, _grad_enabled, _WATCHERS, torch.empty_like)
 
 
 def _records(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -498,3 +516,12 @@ def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
         )
         return _chosen(o, lse, rest[0] if extras and extras[0] else None, return_lse)
     return _chosen(*_dispatch(q, k, v, settings, deterministic, checked, extras), return_lse)
+
+
+def plain_attention(q, k, v, causal: bool, settings):
+    """o, for a call that says no more than ``causal``."""
+    if not _is_compiling():
+        o = _C.attend(q, k, v, causal, settings[BACKEND_SETTING])
+        if o is not None:
+            return o
+    return attention(q, k, v, settings, False, False, False, None)

@@ -108,6 +108,16 @@ def test_short_cut_equals_operator():
         assert_same_bits(*results)
 
 
+def test_plain_call_equals_operator():
+    """So does the single call of the bindings that serves plain calls."""
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = operands(False, dtype=dtype)
+        for causal in (False, True):
+            with torch.autograd.profiler.profile():
+                expected = pantile.attention(*tensors, causal=causal)
+            assert torch.equal(pantile.attention(*tensors, causal=causal), expected)
+
+
 # ---- compile and export
 
 
@@ -421,7 +431,20 @@ def test_lazily_negated_views():
     q = complex_q.conj().imag
     assert q.is_neg()
     _, k, v = operands(False)
-    assert torch.equal(pantile.attention(q, k, v), pantile.attention(-complex_q.imag, k, v))
+    expected = pantile.attention(-complex_q.imag, k, v)
+    assert torch.equal(pantile.attention(q, k, v), expected)
+    contiguous = torch._neg_view(complex_q.imag.contiguous())
+    assert contiguous.is_neg()
+    assert contiguous.is_contiguous()
+    assert torch.equal(pantile.attention(contiguous, k, v), expected)
+
+
+def test_tensors_of_lazy_zeros():
+    _, k, v = operands(False)
+    zeros = torch._efficientzerotensor(2, 6, 4, 8)
+    assert torch.equal(
+        pantile.attention(zeros, k, v), pantile.attention(torch.zeros(2, 6, 4, 8), k, v)
+    )
 
 
 def test_inference_mode():

@@ -29,6 +29,17 @@ def test_plain_calls_skip_the_dispatcher(monkeypatch):
         pantile.attention(*(x.detach() for x in leaves))
 
 
+@pytest.mark.skipif(not _ops.THREADS_FOLLOW, reason="C++ cannot read this torch's thread count")
+def test_plain_calls_without_gradient_are_one_call_of_the_bindings(monkeypatch):
+    monkeypatch.setattr(_ops, "attention", forbid)
+    for causal in (False, True):
+        pantile.attention(*operands(False), causal=causal)
+    with torch.no_grad():
+        pantile.attention(*operands(True))
+    with pytest.raises(AssertionError, match="dispatcher"):
+        pantile.attention(*operands(True))
+
+
 @pytest.fixture
 def plans():
     """Lines of the plan log, one for each plan that is made."""
