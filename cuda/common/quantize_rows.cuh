@@ -1,8 +1,8 @@
 // Blocks of Q and K of the FP8 quantiser: smooth, rotate, find the scales, round. Everything is one
 // rounded float operation in the order of core/hadamard.h and core/scaling.h, so that the CPU gives
 // the same bits; only the signs come first (they are exact) and the factor 1/group waits until
-// after the sums (it is a power of two). Blocks whose sums overflow or that hold NaN are done again
-// with the factor first.
+// after the sums (it is a power of two). Blocks whose sums overflow, that hold NaN or that are so
+// small that the factor would round are done again with the factor first.
 //
 // kDim: 64, 128 or 256, at least the head dim. kDim / 32 lanes share a row; lane r holds the chunks
 // r, r + lanes, r + 2 lanes and r + 3 lanes of eight channels each.
@@ -58,6 +58,9 @@ class RowQuantizer {
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kHalfRows = core::kBlockedRows / 2;
   static constexpr float kPlainBound = core::kLargestPower / 2.0f;
+  // Above this the factor 1/group, put first, would round nothing off that matters: products below
+  // the normal numbers are 2^-149 apart, less than 2^-30 of any number whose code is not 0.
+  static constexpr float kPlainFloor = 7.8886091e-31f;  // 2^-100
 
   struct Shared {
     unsigned most[kPasses * kWarps];  // of each pass of a warp, as the bits of a float
@@ -80,7 +83,7 @@ class RowQuantizer {
     const float bound =
         whole ? attempt<Rotation::whole, false>(most) : attempt<Rotation::parts, false>(most);
     // Below this bound no scale saturates, so that no code needs clamping.
-    if (bound <= kPlainBound) {
+    if (bound <= kPlainBound && (bound >= kPlainFloor || bound == 0.0f)) {
       write<false>(most, out_.group_inverse);
     } else {
       __syncthreads();

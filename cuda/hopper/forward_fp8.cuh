@@ -28,14 +28,11 @@ PANTILE_DEVICE void init_storage(Fp8Storage<kConfig>& s) {
     prim::init(s.q_full[i], 1);
     prim::init(s.q_empty[i], kMathWarps);
   }
-  for (int i = 0; i < kConfig.stages; ++i) {
-    prim::init(s.k_full[i], 1);
-    prim::init(s.k_empty[i], kMathWarps);
-    prim::init(s.v_full[i], 1);
-    prim::init(s.v_empty[i], kMathWarps);
-  }
-  for (int i = 0; i < kMathWarps; ++i) {
-    s.nonfinite[i] = 0;
+  for (Fp8Stage& stage : s.stages) {
+    prim::init(stage.k_full, 1);
+    prim::init(stage.k_empty, kMathWarps);
+    prim::init(stage.v_full, 1);
+    prim::init(stage.v_empty, kMathWarps);
   }
   prim::fence_mbarrier_init();
 }

@@ -39,10 +39,10 @@ class Fp8Loader {
 
  private:
   static constexpr int kQ = kConfig.q_buffers;
-  static constexpr int kStages = kConfig.stages;
   static constexpr int kTileK = Fp8Config::kTileK;
   static constexpr int kTileQ = kConfig.tile_q();
   static constexpr int kPanel = kConfig.panel_bytes();
+  static constexpr float kLargestUnit = 7.9228163e28f;  // 2^96: products with it stay finite
 
   PANTILE_DEVICE void await_buffer(std::uint32_t tile) {
     prim::wait(s_.q_empty[buffer_of<kQ>(tile)], parity_of<kQ>(tile) ^ 1);
@@ -128,22 +128,45 @@ class Fp8Loader {
     }
   }
 
-  PANTILE_DEVICE void load_keys(const Fp8TileInfo& info) {
-    const int first_row = info.k_block * kTileK;
-    for (int step = info.visit_end - 1; step >= info.visit_begin; --step, ++use_) {
-      const int stage = buffer_of<kStages>(use_);
-      const std::uint32_t parity = parity_of<kStages>(use_) ^ 1;
-      prim::wait(s_.k_empty[stage], parity);
-      prim::arrive_and_expect(s_.k_full[stage], kConfig.k_bytes());
-      for (int panel = 0; panel < kConfig.panels(); ++panel) {
-        prim::tma_load(s_.k[stage] + panel * kTileK * kPanel, &maps_.k, s_.k_full[stage],
-                       prim::TileOrigin3{panel * kPanel, first_row + step * kTileK, 0});
-      }
-      prim::wait(s_.v_empty[stage], parity);
-      prim::arrive_and_expect(s_.v_full[stage], kConfig.head_dim * kTileK);
-      prim::tma_load(s_.v[stage], &maps_.v, s_.v_full[stage],
-                     prim::TileOrigin3{0, 0, info.k_block + step});
+  PANTILE_DEVICE void load_keys(Fp8TileInfo& info) {
+    if (info.visit_end == 0) {
+      return;
     }
+    // Scales travel with K through shared memory: a load in the math warps, even one long before
+    // its use, ends up above the products, which then wait for it.
+    float2 next_scale = p_.kv_scale[info.k_block + info.visit_end - 1];
+    float v_before = fabsf(next_scale.y);
+    bool nonfinite = false;
+    for (int step = info.visit_end - 1; step >= info.visit_begin; --step, place_ = place_.after()) {
+      const float2 scale = next_scale;
+      if (step > info.visit_begin) {
+        next_scale = p_.kv_scale[info.k_block + step - 1];
+      }
+      nonfinite = nonfinite || scale.y < 0.0f;
+      const float v = fabsf(scale.y);
+      const float unit = fminf(__fdividef(v_before, v), kLargestUnit);
+      v_before = v;
+      Fp8Stage& stage = s_.stages[place_.stage];
+      prim::wait(stage.k_empty, place_.parity ^ 1);
+      stage.scales = {scale.x, unit, v};
+      if (step == info.visit_begin) {
+        info.v_scale = v;
+        info.v_nonfinite = nonfinite;
+      }
+      load_step(stage, info.k_block + step);
+    }
+  }
+
+  // K and V of a block, of which K's stage is free.
+  PANTILE_DEVICE void load_step(Fp8Stage& stage, int block) {
+    prim::arrive_and_expect(stage.k_full, kConfig.k_bytes());
+    for (int panel = 0; panel < kConfig.panels(); ++panel) {
+      prim::tma_load(s_.k[place_.stage] + panel * kTileK * kPanel, &maps_.k, stage.k_full,
+                     prim::TileOrigin3{panel * kPanel, block * kTileK, 0});
+    }
+    prim::wait(stage.v_empty, place_.parity ^ 1);
+    prim::arrive_and_expect(stage.v_full, kConfig.head_dim * kTileK);
+    prim::tma_load(s_.v[place_.stage], &maps_.v, stage.v_full, prim::TileOrigin3{0, 0, block});
   }
 
   // The last block leaves the counter as it was found.
@@ -157,7 +180,7 @@ class Fp8Loader {
   Fp8Storage<kConfig>& s_;
   const Fp8Maps& maps_;
   const Fp8Params& p_;
-  std::uint32_t use_ = 0;  // of the rings of K and V, over all tiles
+  Fp8Place<kConfig.stages> place_;
 };
 
 }  // namespace pantile::hopper

@@ -59,7 +59,7 @@ class Fp8MathWarpgroup {
   static constexpr Fp8Config kConfig = Variant::kConfig;
   static constexpr MaskKind kMask = Variant::kMask;
   static constexpr int kTileK = Fp8Config::kTileK;
-  static constexpr int kStages = kConfig.stages;
+  using Place = Fp8Place<kConfig.stages>;
   static constexpr int kQ = kConfig.q_buffers;
   static constexpr int kQSteps = kConfig.q_in_registers ? kConfig.k_steps() : 1;
   static constexpr int kPanel = kConfig.panel_bytes();
@@ -67,8 +67,9 @@ class Fp8MathWarpgroup {
       kPanel == 128 ? prim::kSwizzle128High : prim::kSwizzle64High;
   // Two P, or one that is made from S after the wait for P V.
   static constexpr bool kTwoP = kConfig.sums == Fp8Sums::every_step;
-  using Sums = std::conditional_t<kConfig.sums == Fp8Sums::every_step, Fp8StepSums<kConfig>,
-                                  Fp8FoldedSums<kConfig>>;
+  using Softmax = Fp8Softmax<Variant::kExp>;
+  using Sums = std::conditional_t<kConfig.sums == Fp8Sums::every_step,
+                                  Fp8StepSums<kConfig, Softmax>, Fp8FoldedSums<kConfig, Softmax>>;
   using Operand = std::uint32_t[4][4];
 
   static PANTILE_DEVICE Sums make_sums(const Fp8Params& params) {
@@ -94,7 +95,6 @@ class Fp8MathWarpgroup {
   PANTILE_DEVICE void begin_tile() {
     sums_.begin_tile();
     softmax_.begin_tile();
-    v_scale_ = 1.0f;
     if (visit_end_ == 0) {
       return;
     }
@@ -107,16 +107,18 @@ class Fp8MathWarpgroup {
     const core::Span full = core::plan_row_tile(mask, rows, kTileK).full;
     full_begin_ = prim::uniform(full.begin);
     full_end_ = prim::uniform(full.end);
-    k_block_ = prim::uniform(tile.k_block);
     const int row = tile.row0 + tile::fragment_row(warp_, lane_);
+    const float q_factor = p_.scale_log2 * Softmax::kSlope;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       // Rows past the end have no scale, and whatever lies there must not sway the warp's votes.
       q_scale_[i] =
           row + 8 * i < tile.rows
-              ? p_.q_scale[(tile.q_block * kTileK + row + 8 * i) / p_.q_scale_rows] * p_.scale_log2
+              ? p_.q_scale[(tile.q_block * kTileK + row + 8 * i) / p_.q_scale_rows] * q_factor
               : 0.0f;
     }
+    far_k_ = __fdividef(Softmax::kLimit * Softmax::kSlope,
+                        fmaxf(q_scale_[0], q_scale_[1]) * p_.score_bound);
     if constexpr (kConfig.q_in_registers) {
       load_q();
       release(s_.q_empty[buffer_of<kQ>(tile_)]);
@@ -144,16 +146,27 @@ class Fp8MathWarpgroup {
         prim::uniform(static_cast<int>(prim::descriptor(prim::shared_address(tile)))));
   }
 
-  PANTILE_DEVICE static std::uint32_t descriptor_at(std::uint32_t first, int stage, int bytes) {
-    return first + static_cast<std::uint32_t>(
-                       prim::uniform(static_cast<int>(prim::descriptor_step(stage * bytes))));
+  PANTILE_DEVICE static std::uint32_t descriptor_at(std::uint32_t first, int stage, int bytes,
+                                                    std::uint32_t nothing = 0) {
+    return first + static_cast<std::uint32_t>(prim::uniform_here(
+                       static_cast<int>(prim::descriptor_step(stage * bytes) + nothing)));
+  }
+
+  // Where the next products' operands lie: ahead of them, off their critical path. `nothing` is 0.
+  PANTILE_DEVICE void take_stages(std::uint32_t nothing = 0) {
+    if constexpr (kQ == 1) {
+      q_at_ = q_descriptor_;
+    } else if constexpr (!kConfig.q_in_registers) {
+      q_at_ = descriptor_at(q_descriptor_, buffer_of<kQ>(tile_),
+                            kConfig.math_warpgroups * kConfig.q_bytes());
+    }
+    v_at_ = descriptor_at(v_descriptor_, v_place_.stage, kConfig.v_bytes(), nothing);
+    k_at_ = descriptor_at(k_descriptor_, k_place_.stage, kConfig.k_bytes());
   }
 
   PANTILE_DEVICE void issue_scores() {
-    const std::uint32_t k =
-        descriptor_at(k_descriptor_, buffer_of<kStages>(use_), kConfig.k_bytes());
-    const std::uint32_t q = descriptor_at(q_descriptor_, buffer_of<kQ>(tile_),
-                                          kConfig.math_warpgroups * kConfig.q_bytes());
+    const std::uint32_t k = k_at_;
+    const std::uint32_t q = q_at_;
     prim::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kConfig.k_steps(); ++step) {
@@ -179,42 +192,26 @@ class Fp8MathWarpgroup {
     prim::wgmma_commit();
   }
 
-  PANTILE_DEVICE void issue_output(std::uint32_t use, const Operand& P) {
-    prim::wait(s_.v_full[buffer_of<kStages>(use)], parity_of<kStages>(use));
-    Sums::Product::template issue<Sums::kFreshProduct>(
-        sums_.D, P, descriptor_at(v_descriptor_, buffer_of<kStages>(use), kConfig.v_bytes()));
+  PANTILE_DEVICE void issue_output(const Operand& P) {
+    prim::wait(s_.stages[v_place_.stage].v_full, v_place_.parity);
+    Sums::Product::template issue<Sums::kFreshProduct>(sums_.D, P, v_at_);
   }
 
-  PANTILE_DEVICE void wait_k(std::uint32_t use) {
-    prim::wait(s_.k_full[buffer_of<kStages>(use)], parity_of<kStages>(use));
+  // For the K of the next step; in a tile's last step for the V of this one, which comes next then.
+  PANTILE_DEVICE void wait_next(bool last) {
+    prim::Mbarrier& k_full = s_.stages[k_place_.stage].k_full;
+    prim::Mbarrier& v_full = s_.stages[v_place_.stage].v_full;
+    prim::wait(last ? v_full : k_full, last ? v_place_.parity : k_place_.parity);
   }
 
   // ---- scores
 
-  PANTILE_DEVICE float2 load_scales(int step) const {
-    return __ldg(p_.kv_scale + (k_block_ + step));
-  }
-
-  // Takes over the scales of a step. Returns the ratio of the scale of V before to this one.
-  PANTILE_DEVICE float take_scales(const float2& kv) {
-    constexpr float kSmallest = 5.9604645e-8f, kLargest = 8188.0f;  // 8 block is an fp16 number > 0
-    constexpr float kLargestRatio = 7.9228163e28f;                  // 2^96
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      block_[i] = fminf(fmaxf(q_scale_[i] * kv.x, kSmallest), kLargest);
+  // Their scale. Rare: some could be out of range.
+  PANTILE_DEVICE std::uint32_t scale_of(float k) {
+    if (prim::any(k > far_k_)) [[unlikely]] {
+      return Softmax::clamp(S, q_scale_, k);
     }
-    const float before = v_scale_;
-    v_scale_ = fabsf(kv.y);
-    if (kv.y < 0.0f) {
-      s_.nonfinite[warp_] = 1;
-    }
-    return fminf(__fdividef(before, v_scale_), kLargestRatio);
-  }
-
-  PANTILE_DEVICE void limit_scores() {
-    if (fmaxf(block_[0], block_[1]) * p_.score_bound > kFp8ScoreLimit) {
-      clamp_scores(S, block_);
-    }
+    return Softmax::scale(q_scale_, k);
   }
 
   PANTILE_DEVICE void mask(int step) {
@@ -242,79 +239,72 @@ class Fp8MathWarpgroup {
   // ---- steps
 
   PANTILE_DEVICE void first_step(int step, Operand& P) {
-    const float2 kv = load_scales(step);
-    wait_k(use_);
+    Fp8Stage& stage = s_.stages[k_place_.stage];
+    prim::wait(stage.k_full, k_place_.parity);
+    const float k_scale = stage.scales.k;
+    v_scale_ = stage.scales.v;
     issue_scores();
     prim::wgmma_wait<0>();
     prim::pin(S);
-    release(s_.k_empty[buffer_of<kStages>(use_)]);
-    take_scales(kv);
-    limit_scores();
+    release(stage.k_empty);
+    const std::uint32_t scale = scale_of(k_scale);
     if (needs_mask(step)) {
       mask(step);
     }
-    softmax_.template exponentiate<true>(S, block_);
+    softmax_.template exponentiate<true>(S, scale);
     softmax_.pack(P, S);
-    if (step > visit_begin_) {
-      wait_k(use_ + 1);
-    }
+    v_place_ = k_place_;
+    k_place_ = k_place_.after();
+    wait_next(step == visit_begin_);
+    take_stages();
   }
 
   PANTILE_DEVICE void next_step(int step, Operand& before, Operand& after) {
-    const std::uint32_t done = use_++;
-    const float2 kv = load_scales(step);
+    Fp8Stage& stage = s_.stages[k_place_.stage];
+    const Fp8StepScales scales = stage.scales;
     issue_scores();
-    issue_output(done, before);
+    issue_output(before);
     prim::wgmma_wait<1>();
     prim::pin(S);
-    release(s_.k_empty[buffer_of<kStages>(use_)]);
-    const float old_scale = v_scale_;
-    const float unit = take_scales(kv);
-    limit_scores();
+    release(stage.k_empty);
+    const std::uint32_t scale = scale_of(scales.k);
     if (kMask != MaskKind::full && needs_mask(step)) {
       mask(step);
     }
-    softmax_.template exponentiate<false>(S, block_);
+    softmax_.template exponentiate<false>(S, scale);
     if constexpr (kTwoP) {
       softmax_.pack(after, S);
-      prim::pin(after);
-    } else {
-      prim::pin(S);
     }
-    await_next_k(step, after);
+    Fp8Stage& done = s_.stages[v_place_.stage];
+    v_place_ = k_place_;
+    k_place_ = k_place_.after();
+    // Weights are made before the wait for P V, in whose shadow they cost little.
+    take_stages(weights_made(after));
+    wait_next(step == visit_begin_);
     prim::wgmma_wait<0>();
     prim::pin(sums_.D);
-    release(s_.v_empty[buffer_of<kStages>(done)]);
+    release(done.v_empty);
     if constexpr (!kTwoP) {
       softmax_.pack(after, S);
     }
-    sums_.next_step(softmax_.fall, softmax_.raised, unit, old_scale, visit_end_ - 1 - step,
+    sums_.next_step(softmax_.fall, softmax_.raised, scales.unit, v_scale_, visit_end_ - 1 - step,
                     step - visit_begin_ + 1, fold_place());
+    v_scale_ = scales.v;
   }
 
-  // The branch also keeps the exponentials here: without the redefinition, which never happens,
-  // ptxas moves them below the wait for P V.
-  PANTILE_DEVICE void await_next_k(int step, Operand& P) {
-    if (p_.zero != 0) {
-      if constexpr (kTwoP) {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          P[i / 4][i % 4] = 0;
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          S[i] += static_cast<std::uint32_t>(p_.zero);
-        }
-      }
-    } else if (step > visit_begin_) {
-      wait_k(use_ + 1);
+  PANTILE_DEVICE std::uint32_t weights_made(const Operand& P) const {
+    if constexpr (kTwoP) {
+      return prim::made_of(P[0], p_.zero) ^ prim::made_of(P[1], p_.zero) ^
+             prim::made_of(P[2], p_.zero) ^ prim::made_of(P[3], p_.zero);
+    } else {
+      return prim::made_of(S, p_.zero);
     }
   }
 
   PANTILE_DEVICE void all_steps() {
     Operand P, Q;  // Q: the other P
     int step = visit_end_ - 1;
+    take_stages();
     first_step(step--, P);
     bool in_other = false;
     if constexpr (kTwoP) {
@@ -329,22 +319,21 @@ class Fp8MathWarpgroup {
       }
     } else {
 #pragma unroll 1
-      for (; step >= visit_begin_; --step) {
-        next_step(step, P, P);
+      while (prim::any(step >= visit_begin_)) {
+        next_step(step--, P, P);
       }
     }
-    if (!kConfig.q_in_registers) {
-      release(s_.q_empty[buffer_of<kQ>(tile_)]);
-    }
     if (in_other) {
-      issue_output(use_, Q);
+      issue_output(Q);
     } else {
-      issue_output(use_, P);
+      issue_output(P);
+    }
+    if constexpr (!kConfig.q_in_registers) {
+      release(s_.q_empty[buffer_of<kQ>(tile_)]);
     }
     prim::wgmma_wait<0>();
     prim::pin(sums_.D);
-    release(s_.v_empty[buffer_of<kStages>(use_)]);
-    ++use_;
+    release(s_.stages[v_place_.stage].v_empty);
   }
 
   // ---- the end of a tile
@@ -356,8 +345,8 @@ class Fp8MathWarpgroup {
   }
 
   PANTILE_DEVICE void finish_tile() {
-    const float unit = sums_.end_tile(v_scale_, fold_place());
     const Fp8TileInfo& tile = info();
+    const float unit = sums_.end_tile(tile.v_scale, fold_place());
     const int row0 = tile.row0 + warp_ * 16;
     float factor[2];
 #pragma unroll
@@ -377,9 +366,8 @@ class Fp8MathWarpgroup {
     }
     Fp8RowStore<kConfig, kMask> store(p_, tile, place(), row0, lane_);
     __syncwarp();
-    if (s_.nonfinite[warp_] != 0) {
+    if (visit_end_ > 0 && tile.v_nonfinite) {
       store.restore_nonfinite();
-      s_.nonfinite[warp_] = 0;
     }
     prim::fence_async_proxy();
     __syncwarp();
@@ -407,19 +395,21 @@ class Fp8MathWarpgroup {
   const Fp8Params& p_;
   int warp_, lane_;  // warp among those of all math warpgroups, lane
   std::uint32_t q_descriptor_, k_descriptor_, v_descriptor_;
+  std::uint32_t q_at_, k_at_, v_at_;  // of what the next products read
 
   std::uint32_t S[32];
   std::uint32_t q_[kQSteps][4];
   Sums sums_;
-  Fp8Softmax<Variant::kExp> softmax_;
+  Softmax softmax_;
 
-  std::uint32_t use_ = 0, tile_ = 0;  // count uses of the rings of K and V, and tiles
+  Place k_place_, v_place_;  // of the next step's K, of the next product's V
+  std::uint32_t tile_ = 0;   // counts tiles
 
   // Of the current tile.
-  int visit_begin_ = 0, visit_end_, full_begin_, full_end_, k_block_;
-  float q_scale_[2];
-  // Of the current step.
-  float block_[2], v_scale_;
+  int visit_begin_ = 0, visit_end_, full_begin_, full_end_;
+  float q_scale_[2];  // times all that scores are multiplied with, but for the scale of K
+  float far_k_;       // larger scales of K could bring scores out of range
+  float v_scale_;     // of the step before
 };
 
 }  // namespace pantile::hopper

@@ -4,14 +4,17 @@
 //   S2 = block S                     scores in units of log2; `block` holds all scales
 //   P  = 2^(S2 + c)                  c = 8 - the row's maximum, so that the largest P is 2^8
 //
+// `scale` is block times kSlope, of both rows as a pair of fp16 numbers: what S is multiplied with.
+//
 // P becomes e4m3 codes in one of two ways, chosen for each register of P:
 // * code: an e4m3 code is 8 exponent + mantissa, a piecewise linear log2, so that
-//     code = 8 (S2 + c) + 56 - 0.46
+//     code = 8 S2 + 8 c + 56 - 0.46
 //   rounded and clamped at 0. Two FMA and a byte permutation for two numbers, no MUFU; the map's
 //   own error is at most 3 %. Adding 1024 to an fp16 number leaves it rounded in the low bits.
 // * exp2: the hardware's exponential and conversion.
 //
-// The row maximum is stale: c moves only when some row of the warp would gain more than 2^0.5.
+// The row maximum is stale: c moves only when some row of the warp would gain more than 2^0.5. No
+// branch stands between the scores and P: each would cost more than the instructions around it.
 #pragma once
 
 #include <cstdint>
@@ -24,48 +27,80 @@
 
 namespace pantile::hopper {
 
-// Scores are clamped to this many units of log2 in blocks whose scales allow for more: what is
-// further out saturates and never becomes an fp16 infinity.
-inline constexpr float kFp8ScoreLimit = 7160.0f;
-
 template <Fp8Exp kExp>
 class Fp8Softmax {
  public:
-  // Of the last step: how much c fell, {row 0, row 1}. What came before must be multiplied with
-  // alpha = 2^-fall.
+  static constexpr unsigned kGroups = fp8_code_groups(kExp);
+  // S is scaled to codes, of which there are 8 to a unit of log2, where there is nothing else.
+  static constexpr float kSlope = kGroups == 0xff ? 8.0f : 1.0f;
+  // Scores are clamped to this many units of log2 in blocks whose scales allow for more: what is
+  // further out saturates and never becomes an fp16 infinity.
+  static constexpr float kLimit = 7160.0f;
+
+  // Of the last step: how much c_ fell, {row 0, row 1}; alpha() makes a factor of it, for all that
+  // came before.
   std::uint32_t fall;
   bool raised;  // some row's fall is not 0
 
+  // Above any other and finite: 65504, or 7168 where 8 c must be finite too.
   PANTILE_DEVICE void begin_tile() {
-    c_ = prim::twice(kUnseen);
-    far_ = false;
+    c_ = prim::twice(kGroups == 0xff || kGroups == 0 ? 0x7bff : 0x6f00);
   }
 
-  // c of row i, as a float.
+  // What P's exponent is less than S2, of row i: P = 2^(S2 + offset).
   PANTILE_DEVICE float offset(int i) const {
-    return i == 0 ? prim::low_float(c_) : prim::high_float(c_);
+    const float c = i == 0 ? prim::low_float(c_) : prim::high_float(c_);
+    return kGroups == 0xff ? (c - kCodeBias) * 0.125f : c;
   }
 
-  // Scores to what pack() takes. block: of both rows, log2 units of one unit of S.
+  // 2^-fall in row i.
+  static PANTILE_DEVICE float alpha(std::uint32_t fall, int i) {
+    const float f = i == 0 ? prim::low_float(fall) : prim::high_float(fall);
+    return prim::exp2_approx(kGroups == 0xff ? f * -0.125f : -f);
+  }
+
+  // q: kSlope times all scales but K's. Never 0, so that a masked score, -inf, stays -inf: the
+  // smallest fp16 number is added, which no score of a size that matters notices.
+  static PANTILE_DEVICE std::uint32_t scale(const float (&q)[2], float k) {
+    constexpr float kSmallest = 5.9604645e-8f;
+    return prim::half_pair(fmaf(q[0], k, kSmallest), fmaf(q[1], k, kSmallest));
+  }
+
+  // Keeps scores within the limit. Before masking, which needs infinities. Returns their scale.
+  static PANTILE_DEVICE std::uint32_t clamp(std::uint32_t (&S)[32], const float (&q)[2], float k) {
+    constexpr float kLargest = 8188.0f;  // 8 block is an fp16 number
+    float scale[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scale[i] = fminf(q[i] * k, kLargest * kSlope);
+      const float most = fminf(__fdividef(kLimit * kSlope, scale[i]), 65504.0f);
+      const std::uint32_t high = prim::half_pair(most, most);
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        std::uint32_t& x = S[2 * j + i];
+        x = prim::max2_nan(prim::min2_nan(x, high), high ^ prim::twice(0x8000));
+      }
+    }
+    return Fp8Softmax::scale(scale, 1.0f);
+  }
+
+  // Scores to what pack() takes.
   template <bool kFirst>
-  PANTILE_DEVICE void exponentiate(std::uint32_t (&S)[32], const float (&block)[2]) {
-    constexpr std::uint32_t kEight = prim::twice(0x4800);
-    const std::uint32_t scale = prim::half_pair(block[0], block[1]);
-    raise<kFirst>(prim::fma2(row_max(S), scale ^ prim::twice(0x8000), kEight));
+  PANTILE_DEVICE void exponentiate(std::uint32_t (&S)[32], std::uint32_t scale) {
+    raise<kFirst>(prim::fma2(row_max(S), scale ^ prim::twice(0x8000), prim::twice(kTop)));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const unsigned pick = i == 0 ? 0x1010 : 0x3232;
-      std::uint32_t scale_i = __byte_perm(scale, scale, pick);
-      std::uint32_t c_i = __byte_perm(c_, c_, pick);
-      if (kGroups != 0 && far_) {
-        approach(S, i, scale_i, c_i);
-      }
+      const std::uint32_t scale_i = __byte_perm(scale, scale, pick);
+      const std::uint32_t c_i = __byte_perm(c_, c_, pick);
       if constexpr (kGroups == 0xff) {
-        encode_row(S, i, 0, prim::fma2(scale_i, kEight, 0), code_offset(c_i), 0);
+        encode_row(S, i, 0, scale_i, c_i, 0);
       } else if constexpr (kGroups == 0) {
         encode_row(S, i, scale_i, 0, 0, c_i);
       } else {
-        encode_row(S, i, scale_i, prim::fma2(scale_i, kEight, 0), code_offset(c_i), c_i);
+        constexpr std::uint32_t kEight = prim::twice(0x4800);
+        encode_row(S, i, scale_i, prim::fma2(scale_i, kEight, 0),
+                   prim::fma2(c_i, kEight, prim::twice(0x52f1)), c_i);
       }
     }
   }
@@ -85,9 +120,9 @@ class Fp8Softmax {
   }
 
  private:
-  static constexpr unsigned kGroups = fp8_code_groups(kExp);
-  static constexpr std::uint16_t kUnseen = 0x6f00;             // 7168: 8 c is still finite
-  static constexpr std::uint32_t kNear = prim::twice(0x5800);  // 128
+  static constexpr float kCodeBias = 55.53125f;  // 56 - 0.46
+  // Where the largest P goes, in units of c: 2^8, of codes 8 * 8 + kCodeBias.
+  static constexpr std::uint16_t kTop = kGroups == 0xff ? 0x5779 : 0x4800;
 
   // First of the two registers of S that register r of k step `step` of P is made of.
   static PANTILE_DEVICE constexpr int index(int step, int r) {
@@ -96,11 +131,6 @@ class Fp8Softmax {
 
   static PANTILE_DEVICE constexpr bool is_code(int step, int r) {
     return (kGroups >> (4 * step + r) % 8 & 1) != 0;
-  }
-
-  // 8 c + 55.53
-  static PANTILE_DEVICE std::uint32_t code_offset(std::uint32_t c) {
-    return prim::fma2(c, prim::twice(0x4800), prim::twice(0x52f1));
   }
 
   // {row 0, row 1}, over the four lanes that share them.
@@ -122,54 +152,24 @@ class Fp8Softmax {
     return prim::max2(both, __shfl_xor_sync(prim::kAllLanes, both, 2));
   }
 
-  // Takes over what this step's maxima ask of c, unless it is too little to matter.
+  // Takes over what this step's maxima ask of c, unless it is too little to matter. c is lowered by
+  // more than all roundings that a number of its size has met: a code of more than 126 would be NaN
+  // or negative.
   template <bool kFirst>
   PANTILE_DEVICE void raise(std::uint32_t wanted) {
-    constexpr std::uint32_t kGrid = prim::twice(0x5a00);   // 192: fp16 there has steps of 1/8
-    constexpr std::uint32_t kSlack = prim::twice(0x3800);  // 0.5
-    // On the grid 8 c is an integer, as codes need it, and a fall that matters is exact.
-    wanted = prim::subtract2(prim::add2(wanted, kGrid), kGrid);
+    constexpr std::uint32_t kSlack = prim::twice(kGroups == 0xff ? 0x4400 : 0x3800);  // 0.5 in S2
+    // - |wanted| / 1024; in mixed kernels, whose codes have an offset that is rounded again, / 256
+    constexpr std::uint32_t kMargin =
+        prim::twice(kGroups == 0xff || kGroups == 0 ? 0x9400 : 0x9c00);
+    wanted = prim::fma2(wanted & prim::twice(0x7fff), kMargin, wanted);
     wanted = prim::min2(wanted, c_);
     if constexpr (!kFirst) {
       fall = prim::subtract2(c_, wanted);
       raised = __any_sync(prim::kAllLanes, prim::max2(fall, kSlack) != kSlack);
-      if (!raised) {
-        fall = 0;
-        return;
-      }
-    }
-    if constexpr (kGroups != 0) {
-      // Not counting rows that have seen no key yet, whose c is 7168 and whose P is 0 anyway.
-      const std::uint32_t size = wanted & prim::twice(0x7fff);
-      const std::uint32_t beyond = prim::max2(size, kNear) ^ kNear;
-      const std::uint32_t unseen = wanted ^ prim::twice(kUnseen);
-      far_ = __any_sync(prim::kAllLanes, ((beyond & 0xffffu) != 0 && (unseen & 0xffffu) != 0) ||
-                                             ((beyond >> 16) != 0 && (unseen >> 16) != 0));
-      if (far_) {
-        // Lower by more than all roundings that a c of this size has met.
-        const std::uint32_t excess = prim::subtract2(prim::max2(size, kNear), kNear);
-        wanted = prim::fma2(excess, prim::twice(0x9800), wanted);  // - excess / 512
-        if constexpr (!kFirst) {
-          fall = prim::subtract2(c_, wanted);
-        }
-      }
+      fall = raised ? fall : 0;
+      wanted = raised ? wanted : c_;
     }
     c_ = wanted;
-  }
-
-  // Scores so far from 0 that 8 c is no longer near enough to an integer, which would let codes run
-  // over into NaN and the sign: moves row i first, S := S2 + c.
-  static PANTILE_DEVICE void approach(std::uint32_t (&S)[32], int i, std::uint32_t& scale,
-                                      std::uint32_t& c) {
-    constexpr std::uint32_t kMost = prim::twice(0x4860);  // 8.75
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      std::uint32_t& x = S[2 * j + i];
-      x = prim::fma2(x, scale, c);
-      x = prim::min2_nan(x, kMost);
-    }
-    scale = prim::twice(0x3c00);
-    c = 0;
   }
 
   static PANTILE_DEVICE void encode_row(std::uint32_t (&S)[32], int i, std::uint32_t scale,
@@ -190,22 +190,8 @@ class Fp8Softmax {
     }
   }
 
-  std::uint32_t c_;  // {row 0, row 1}
-  bool far_;         // some c of the warp is beyond kNear
+  // {row 0, row 1}. In units of S2; in kernels of codes only, in codes: 8 S2 + c_ is the code.
+  std::uint32_t c_;
 };
-
-// Keeps scores within the limit; see kFp8ScoreLimit. Before masking, which needs infinities.
-PANTILE_DEVICE void clamp_scores(std::uint32_t (&S)[32], const float (&block)[2]) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float most = fminf(__fdividef(kFp8ScoreLimit, block[i]), 65504.0f);
-    const std::uint32_t high = prim::half_pair(most, most);
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      std::uint32_t& x = S[2 * j + i];
-      x = prim::max2_nan(prim::min2_nan(x, high), high ^ prim::twice(0x8000));
-    }
-  }
-}
 
 }  // namespace pantile::hopper

@@ -61,6 +61,36 @@ struct Fp8TileInfo {
   int q_block;                 // first block of the sequence, among those of all heads
   int k_block;                 // first block of its keys, among those of all heads
   int head, batch;
+  // Known once the last K has arrived: the scale of V of the last step, and whether some V that
+  // the tile visits is not finite.
+  float v_scale;
+  bool v_nonfinite;
+};
+
+// What the loader works out for a step of the math warps.
+struct alignas(16) Fp8StepScales {
+  float k;     // scale of K
+  float unit;  // scale of V of the step before, over that of this one; 1 in a tile's first step
+  float v;     // scale of V
+};
+
+// A stage of the rings of K and V, without the tiles: all of it at fixed distances from one
+// address. The scales are as fresh and as long there as K.
+struct Fp8Stage {
+  prim::Mbarrier k_full, k_empty, v_full, v_empty;
+  Fp8StepScales scales;
+};
+
+// A place in the rings of K and V, and the parity of this turn's barriers there.
+template <int kStages>
+struct Fp8Place {
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  PANTILE_DEVICE Fp8Place after() const {
+    const bool wraps = stage == kStages - 1;
+    return {wraps ? 0 : stage + 1, wraps ? parity ^ 1 : parity};
+  }
 };
 
 template <Fp8Config kConfig>
@@ -74,11 +104,8 @@ struct Fp8Storage {
   alignas(tile::kTileAlignment) Byte v[kConfig.stages][kConfig.v_bytes()];
 
   prim::Mbarrier q_full[kConfig.q_buffers], q_empty[kConfig.q_buffers];
-  prim::Mbarrier k_full[kConfig.stages], k_empty[kConfig.stages];
-  prim::Mbarrier v_full[kConfig.stages], v_empty[kConfig.stages];
-
+  Fp8Stage stages[kConfig.stages];
   Fp8TileInfo tiles[Fp8Config::kTiles];
-  int nonfinite[4 * kGroups];  // of a math warp: some V of its tile was not finite
 };
 
 }  // namespace pantile::hopper

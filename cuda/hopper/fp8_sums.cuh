@@ -3,7 +3,7 @@
 // nothing while they stay the same; the row sum is the product of P with rows of ones below V^T and
 // needs neither additions nor shuffles.
 //
-// A step's factors: alpha = 2^-fall, what a moved row maximum makes of everything before it; unit,
+// A step's factors: alpha (of fall), what a moved row maximum makes of everything before it; unit,
 // the ratio of the scale of V before to this one.
 #pragma once
 
@@ -17,10 +17,6 @@
 #include "prim/wgmma_e4m3.cuh"
 
 namespace pantile::hopper {
-
-PANTILE_DEVICE float alpha_of(std::uint32_t fall, int row) {
-  return prim::exp2_approx(row == 0 ? -prim::low_float(fall) : -prim::high_float(fall));
-}
 
 // Registers of a thread's products: two rows of head_dim columns, then the row sums (of which each
 // row has two equal ones).
@@ -57,7 +53,7 @@ struct Fp8Product {
 
 // Each step's product starts from zero and is added to fp32 registers; that costs one FFMA where
 // rescaling would cost an FMUL.
-template <Fp8Config kConfig>
+template <Fp8Config kConfig, class Softmax>
 class Fp8StepSums {
  public:
   using Product = Fp8Product<kConfig>;
@@ -102,7 +98,7 @@ class Fp8StepSums {
   PANTILE_DEVICE void add_product() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float alpha = alpha_of(fall_, i);
+      const float alpha = Softmax::alpha(fall_, i);
       const float factor = alpha * unit_;
 #pragma unroll
       for (int j = 0; j < kConfig.head_dim / 8; ++j) {
@@ -123,7 +119,7 @@ class Fp8StepSums {
 // Products accumulate; every kFoldSteps steps O is folded, divided by the row sum so far and in
 // fp16, into a copy in the warp's place for O, in units of the largest scale of V seen. A thread
 // reads only what it wrote: no barrier.
-template <Fp8Config kConfig>
+template <Fp8Config kConfig, class Softmax>
 class Fp8FoldedSums {
  public:
   using Product = Fp8Product<kConfig>;
@@ -153,14 +149,14 @@ class Fp8FoldedSums {
       fold<false>(v_scale, place);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        l[i] *= alpha_of(fall, i);
+        l[i] *= Softmax::alpha(fall, i);
         folded_[i] = l[i];
       }
     } else if (raised || unit != 1.0f) {
       const float zero = __int_as_float(zero_);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float alpha = alpha_of(fall, i);
+        const float alpha = Softmax::alpha(fall, i);
         const float factor = alpha * unit;
 #pragma unroll
         for (int j = 0; j < kConfig.head_dim / 8; ++j) {

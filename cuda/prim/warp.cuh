@@ -29,4 +29,17 @@ PANTILE_DEVICE int uniform(int value) {
   return static_cast<int>(__reduce_max_sync(kAllLanes, static_cast<unsigned>(value)));
 }
 
+// As uniform(), but not moved below the waits that follow, where ptxas likes to have it.
+PANTILE_DEVICE int uniform_here(int value) {
+  int result;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(value) : "memory");
+  return result;
+}
+
+// Whether `condition` holds in some lane. Also for one that is the same in all lanes: ptxas takes a
+// branch on it for uniform only then, and keeps descriptors in uniform registers across it.
+PANTILE_DEVICE bool any(bool condition) {
+  return __any_sync(kAllLanes, condition) != 0;
+}
+
 }  // namespace pantile::prim
