@@ -50,9 +50,10 @@ PANTILE_DEVICE void pin(std::uint32_t (&values)[kRows][kColumns]) {
   }
 }
 
-// 0, but only the hardware knows: made of all `values` and of `zero`, which is 0 and must be unknown
-// to ptxas. Added to the operand of an instruction that stays above some wait, it keeps those there
-// that compute the values: ptxas moves arithmetic below a wait when its result is only used there.
+// 0, but only the hardware knows: made of all `values` and of `zero`, which is 0 and must be
+// unknown to ptxas. Added to the operand of an instruction that stays above some wait, it keeps
+// those there that compute the values: ptxas moves arithmetic below a wait when its result is only
+// used there.
 template <int kCount>
 PANTILE_DEVICE std::uint32_t made_of(const std::uint32_t (&values)[kCount], int zero) {
   std::uint32_t all = values[0];
