@@ -113,6 +113,8 @@ def test_the_command_line_is_kept_without_paths(monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/hopper.py", *words])
     expected = "python benchmarks/hopper.py --peers 'FA3,cuDNN (torch)' --rounds 3"
     assert measure.command() == expected
+    monkeypatch.setattr("sys.argv", ["benchmarks/cpu.py", "--json", "/x/y.jsonl"])
+    assert measure.command() == "python benchmarks/cpu.py"
     monkeypatch.setattr("sys.argv", ["/site/pantile/__main__.py", "bench"])
     assert measure.command() == "python -m pantile bench"
 

@@ -194,9 +194,10 @@ class Monitor:
 def command() -> str:
     """The command line that started the program, without the place that it writes to."""
     program, *words = sys.argv
-    if "--out" in words:
-        at = words.index("--out")
-        del words[at : at + 2]
+    for option in ("--out", "--json"):
+        if option in words:
+            at = words.index(option)
+            del words[at : at + 2]
     name = pathlib.PurePath(program).name
     script = ["-m", "pantile"] if name == "__main__.py" else [f"benchmarks/{name}"]
     return shlex.join(["python", *script, *words])
