@@ -183,13 +183,15 @@ def part_of(rows: list[dict], what: str, state: str) -> list[str]:
         return []
     unit, factor = unit_of(rows, state)
     text = f"{what.capitalize()}, {type_text(rows[0])}, {STATES[state]}: {unit}"
+    many = len(contenders(rows, state)) > MANY
     if values:
+        where = "" if many else "in brackets "
         text += (
-            f", in brackets the ratio to the best of {peers_text(rows, state)}. "
+            f", {where}the ratio to the best of {peers_text(rows, state)}. "
             f"{capital(counted(values))}{by_peer_text(rows, state)}"
         )
     out = [f"{text}.", ""]
-    if len(contenders(rows, state)) > MANY:
+    if many:
         return [*out, *contenders_table(rows, state, factor), ""]
     if any(map(is_grid, rows)):
         out += [*grid_table(rows, state, factor), ""]
@@ -243,7 +245,8 @@ def libraries_text(run: dict, timings: list[dict]) -> list[str]:
 
 def backend_text(run: dict) -> str:
     backend = run.get("backend", "unknown")
-    return f"{'CPU' if backend == 'cpu' else backend.capitalize()} backend"
+    named = {"cpu": "CPU backend", "auto": "the backend that a plain call gets"}
+    return named.get(backend, f"{backend.capitalize()} backend")
 
 
 def overview(paths: list[pathlib.Path], page: pathlib.Path) -> list[str]:

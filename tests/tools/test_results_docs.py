@@ -116,6 +116,7 @@ def test_many_contenders_have_a_column_each(results):
     write(results / "x.jsonl", [RUN, one, other])
     text = "\n".join(results_speed.speed(results_files.ROOT / "docs/page.md"))
     assert "| case | pantile | a | b | c | d | ratio to the best |" in text
+    assert "TFLOP/s, the ratio to the best of a, b, c, d. Geometric mean 1.000" in text
     assert "| d64 full 512 | 100 | 50 | 25 | 20 | 200 | 0.50 |" in text
     assert "| d64 full 1024 | 100 | 50 | - | - | - | 2.00 |" in text
 
