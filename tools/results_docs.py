@@ -41,6 +41,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], list[str]]] = {
     "fp8-length": fp8.length,
     "fp8-offset": fp8.offset,
     "fp8-quantiser": kernels.fp8_quantiser,
+    "fp8-steps": fp8.steps,
     "fp8-training": fp8.training,
     "gpus": reports.gpus,
     "headline": results_speed.headline,

@@ -91,3 +91,23 @@ def training(page: pathlib.Path) -> list[str]:
         f"last {last} steps {plain:.4f} in bf16 and {fp8:.4f} with the FP8 forward, "
         f"{fp8 / plain - 1:+.2%} ({link(path, page)}).",
     ]
+
+
+def steps(page: pathlib.Path) -> list[str]:
+    """Forms of the kernel's step, each timed in turns with the prototype in one process."""
+    found = rows_of("fp8_step")
+    if not found:
+        return ["Not measured yet."]
+    lines = []
+    for path in dict.fromkeys(path for path, _, _ in found):
+        rows = [row for owner, _, row in found if owner == path]
+        cells = {(r["head_dim"], r["mask"], r["seqlen"], r["variant"]): r["tflops"] for r in rows}
+        names = list(dict.fromkeys(r["variant"] for r in rows))
+        body = []
+        for case in dict.fromkeys(key[:3] for key in cells):
+            own = [cells.get((*case, name)) for name in names]
+            base = cells[(*case, "prototype")]
+            texts = [f"{x} ({x / base:.2f})" if x else "-" for x in own]
+            body.append([f"d{case[0]} {case[1]} {case[2]}", *texts])
+        lines += [f"{link(path, page)}:", "", *table(["case", *names], body), ""]
+    return lines[:-1]

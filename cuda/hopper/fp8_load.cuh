@@ -76,7 +76,22 @@ class Fp8Loader {
       return false;
     }
     locate_keys(info);
+    take_q_scales(info);
     return true;
+  }
+
+  // 64 rows lie in one block of scales.
+  PANTILE_DEVICE void take_q_scales(Fp8TileInfo& info) {
+    if (p_.q_scale_rows < kRowsPerWarpgroup) {
+      return;
+    }
+#pragma unroll
+    for (int group = 0; group < kConfig.math_warpgroups; ++group) {
+      const int row = info.row0 + group * kRowsPerWarpgroup;
+      if (row < info.rows) {
+        info.q_scale[group] = p_.q_scale[(info.q_block * kTileK + row) / p_.q_scale_rows];
+      }
+    }
   }
 
   PANTILE_DEVICE int find_sequence(int slot) const {

@@ -42,10 +42,10 @@ class Fp8MathWarpgroup {
       if (visit_end_ < 0) {
         break;
       }
-      begin_tile();
       if (visit_end_ > 0) {
         all_steps();
       } else {
+        begin_tile();
         release(s_.q_empty[buffer_of<kQ>(tile_)]);
       }
       finish_tile();
@@ -68,8 +68,8 @@ class Fp8MathWarpgroup {
   // Two P, or one that is made from S after the wait for P V.
   static constexpr bool kTwoP = kConfig.sums == Fp8Sums::every_step;
   using Softmax = Fp8Softmax<Variant::kExp>;
-  using Sums = std::conditional_t<kConfig.sums == Fp8Sums::every_step,
-                                  Fp8StepSums<kConfig, Softmax>, Fp8FoldedSums<kConfig, Softmax>>;
+  using Sums = std::conditional_t<kConfig.sums == Fp8Sums::every_step, Fp8StepSums<kConfig>,
+                                  Fp8FoldedSums<kConfig>>;
   using Operand = std::uint32_t[4][4];
 
   static PANTILE_DEVICE Sums make_sums(const Fp8Params& params) {
@@ -107,22 +107,25 @@ class Fp8MathWarpgroup {
     const core::Span full = core::plan_row_tile(mask, rows, kTileK).full;
     full_begin_ = prim::uniform(full.begin);
     full_end_ = prim::uniform(full.end);
+    take_q_scales(tile);
+  }
+
+  PANTILE_DEVICE void take_q_scales(const Fp8TileInfo& tile) {
     const int row = tile.row0 + tile::fragment_row(warp_, lane_);
-    const float q_factor = p_.scale_log2 * Softmax::kSlope;
+    float scale[2] = {tile.q_scale[warp_ / 4], tile.q_scale[warp_ / 4]};
+    if (p_.q_scale_rows == 1) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        scale[i] = row + 8 * i < tile.rows ? p_.q_scale[tile.q_block * kTileK + row + 8 * i] : 0.0f;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       // Rows past the end have no scale, and whatever lies there must not sway the warp's votes.
-      q_scale_[i] =
-          row + 8 * i < tile.rows
-              ? p_.q_scale[(tile.q_block * kTileK + row + 8 * i) / p_.q_scale_rows] * q_factor
-              : 0.0f;
+      q_scale_[i] = row + 8 * i < tile.rows ? scale[i] * (p_.scale_log2 * Softmax::kSlope) : 0.0f;
     }
     far_k_ = __fdividef(Softmax::kLimit * Softmax::kSlope,
                         fmaxf(q_scale_[0], q_scale_[1]) * p_.score_bound);
-    if constexpr (kConfig.q_in_registers) {
-      load_q();
-      release(s_.q_empty[buffer_of<kQ>(tile_)]);
-    }
   }
 
   // Q as the A operand: 16 rows x 32 bytes a step, like 16-bit matrices of half as many columns.
@@ -165,27 +168,27 @@ class Fp8MathWarpgroup {
   }
 
   PANTILE_DEVICE void issue_scores() {
-    const std::uint32_t k = k_at_;
-    const std::uint32_t q = q_at_;
+    const std::uint64_t k = prim::whole_descriptor(k_at_, kHigh);
+    const std::uint64_t q = prim::whole_descriptor(q_at_, kHigh);
     prim::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kConfig.k_steps(); ++step) {
       constexpr int kInPanel = kPanel / 32;
       const int inside = step % kInPanel * 32;
-      const std::uint32_t b = k + prim::descriptor_step(step / kInPanel * kTileK * kPanel + inside);
-      const std::uint32_t a =
+      const std::uint64_t b = k + prim::descriptor_step(step / kInPanel * kTileK * kPanel + inside);
+      const std::uint64_t a =
           q + prim::descriptor_step(step / kInPanel * kRowsPerWarpgroup * kPanel + inside);
       if constexpr (kConfig.q_in_registers) {
         if (step == 0) {
-          prim::wgmma_e4m3_f16_rs<kHigh, true>(S, q_[step], b);
+          prim::wgmma_e4m3_f16_rs<true>(S, q_[step], b);
         } else {
-          prim::wgmma_e4m3_f16_rs<kHigh, false>(S, q_[step], b);
+          prim::wgmma_e4m3_f16_rs<false>(S, q_[step], b);
         }
       } else {
         if (step == 0) {
-          prim::wgmma_e4m3_f16_ss<kHigh, true>(S, a, b);
+          prim::wgmma_e4m3_f16_ss<true>(S, a, b);
         } else {
-          prim::wgmma_e4m3_f16_ss<kHigh, false>(S, a, b);
+          prim::wgmma_e4m3_f16_ss<false>(S, a, b);
         }
       }
     }
@@ -240,13 +243,21 @@ class Fp8MathWarpgroup {
 
   PANTILE_DEVICE void first_step(int step, Operand& P) {
     Fp8Stage& stage = s_.stages[k_place_.stage];
+    if constexpr (kConfig.q_in_registers) {
+      load_q();
+      release(s_.q_empty[buffer_of<kQ>(tile_)]);
+    }
+    take_stages();
     prim::wait(stage.k_full, k_place_.parity);
+    issue_scores();
+    begin_tile();  // in the shadow of the product
     const float k_scale = stage.scales.k;
     v_scale_ = stage.scales.v;
-    issue_scores();
     prim::wgmma_wait<0>();
     prim::pin(S);
+    __syncwarp();  // all lanes have read the scales
     release(stage.k_empty);
+    release_single_q(step);
     const std::uint32_t scale = scale_of(k_scale);
     if (needs_mask(step)) {
       mask(step);
@@ -266,7 +277,9 @@ class Fp8MathWarpgroup {
     issue_output(before);
     prim::wgmma_wait<1>();
     prim::pin(S);
+    __syncwarp();  // all lanes have read the scales
     release(stage.k_empty);
+    release_single_q(step);
     const std::uint32_t scale = scale_of(scales.k);
     if (kMask != MaskKind::full && needs_mask(step)) {
       mask(step);
@@ -287,7 +300,7 @@ class Fp8MathWarpgroup {
     if constexpr (!kTwoP) {
       softmax_.pack(after, S);
     }
-    sums_.next_step(softmax_.fall, softmax_.raised, scales.unit, v_scale_, visit_end_ - 1 - step,
+    sums_.next_step(softmax_.alpha, softmax_.raised, scales.unit, v_scale_, visit_end_ - 1 - step,
                     step - visit_begin_ + 1, fold_place());
     v_scale_ = scales.v;
   }
@@ -301,15 +314,23 @@ class Fp8MathWarpgroup {
     }
   }
 
+  // A single buffer of Q is free after the last product of scores. Until then the loader can begin
+  // no other tile, not even with its K and V.
+  PANTILE_DEVICE void release_single_q(int step) {
+    if (kQ == 1 && step == visit_begin_) {
+      release(s_.q_empty[0]);
+    }
+  }
+
+  // Loops end on a vote, or ptxas holds the warp for divergent in them (prim::any).
   PANTILE_DEVICE void all_steps() {
     Operand P, Q;  // Q: the other P
     int step = visit_end_ - 1;
-    take_stages();
     first_step(step--, P);
     bool in_other = false;
     if constexpr (kTwoP) {
 #pragma unroll 1
-      for (; step > visit_begin_; step -= 2) {
+      for (; prim::any(step > visit_begin_); step -= 2) {
         next_step(step, P, Q);
         next_step(step - 1, Q, P);
       }
@@ -328,7 +349,7 @@ class Fp8MathWarpgroup {
     } else {
       issue_output(P);
     }
-    if constexpr (!kConfig.q_in_registers) {
+    if constexpr (!kConfig.q_in_registers && kQ > 1) {
       release(s_.q_empty[buffer_of<kQ>(tile_)]);
     }
     prim::wgmma_wait<0>();

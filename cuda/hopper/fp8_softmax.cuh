@@ -13,8 +13,9 @@
 //   own error is at most 3 %. Adding 1024 to an fp16 number leaves it rounded in the low bits.
 // * exp2: the hardware's exponential and conversion.
 //
-// The row maximum is stale: c moves only when some row of the warp would gain more than 2^0.5. No
-// branch stands between the scores and P: each would cost more than the instructions around it.
+// The row maximum is stale: c moves only when some row of the warp would gain more than 2^0.5. Each
+// lane sees that in its own keys; only then do lanes exchange their maxima. No other branch stands
+// between the scores and P: each would cost more than the instructions around it.
 #pragma once
 
 #include <cstdint>
@@ -37,10 +38,9 @@ class Fp8Softmax {
   // further out saturates and never becomes an fp16 infinity.
   static constexpr float kLimit = 7160.0f;
 
-  // Of the last step: how much c_ fell, {row 0, row 1}; alpha() makes a factor of it, for all that
-  // came before.
-  std::uint32_t fall;
-  bool raised;  // some row's fall is not 0
+  // Of the last step: what all that came before must be multiplied with, 2^-(what c fell).
+  float alpha[2];
+  bool raised;  // some row's is not 1
 
   // Above any other and finite: 65504, or 7168 where 8 c must be finite too.
   PANTILE_DEVICE void begin_tile() {
@@ -51,12 +51,6 @@ class Fp8Softmax {
   PANTILE_DEVICE float offset(int i) const {
     const float c = i == 0 ? prim::low_float(c_) : prim::high_float(c_);
     return kGroups == 0xff ? (c - kCodeBias) * 0.125f : c;
-  }
-
-  // 2^-fall in row i.
-  static PANTILE_DEVICE float alpha(std::uint32_t fall, int i) {
-    const float f = i == 0 ? prim::low_float(fall) : prim::high_float(fall);
-    return prim::exp2_approx(kGroups == 0xff ? f * -0.125f : -f);
   }
 
   // q: kSlope times all scales but K's. Never 0, so that a masked score, -inf, stays -inf: the
@@ -133,7 +127,7 @@ class Fp8Softmax {
     return (kGroups >> (4 * step + r) % 8 & 1) != 0;
   }
 
-  // {row 0, row 1}, over the four lanes that share them.
+  // {row 0, row 1}, of this lane's keys.
   static PANTILE_DEVICE std::uint32_t row_max(const std::uint32_t (&S)[32]) {
     std::uint32_t most[2];
 #pragma unroll
@@ -146,15 +140,24 @@ class Fp8Softmax {
       }
       most[i] = prim::max2(even, odd);
     }
-    std::uint32_t both =
-        prim::max2(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
-    both = prim::max2(both, __shfl_xor_sync(prim::kAllLanes, both, 1));
-    return prim::max2(both, __shfl_xor_sync(prim::kAllLanes, both, 2));
+    return prim::max2(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
   }
 
-  // Takes over what this step's maxima ask of c, unless it is too little to matter. c is lowered by
-  // more than all roundings that a number of its size has met: a code of more than 126 would be NaN
-  // or negative.
+  // Over the four lanes that share the rows.
+  static PANTILE_DEVICE std::uint32_t least(std::uint32_t x) {
+    x = prim::min2(x, __shfl_xor_sync(prim::kAllLanes, x, 1));
+    return prim::min2(x, __shfl_xor_sync(prim::kAllLanes, x, 2));
+  }
+
+  // 2^-fall in row i.
+  static PANTILE_DEVICE float alpha_of(std::uint32_t fall, int i) {
+    const float f = i == 0 ? prim::low_float(fall) : prim::high_float(fall);
+    return prim::exp2_approx(kGroups == 0xff ? f * -0.125f : -f);
+  }
+
+  // Takes over what this step's maxima ask of c, unless it is too little to matter; `wanted` is
+  // what this lane's keys ask. c is lowered by more than all roundings that a number of its size
+  // has met: a code of more than 126 would be NaN or negative.
   template <bool kFirst>
   PANTILE_DEVICE void raise(std::uint32_t wanted) {
     constexpr std::uint32_t kSlack = prim::twice(kGroups == 0xff ? 0x4400 : 0x3800);  // 0.5 in S2
@@ -162,14 +165,21 @@ class Fp8Softmax {
     constexpr std::uint32_t kMargin =
         prim::twice(kGroups == 0xff || kGroups == 0 ? 0x9400 : 0x9c00);
     wanted = prim::fma2(wanted & prim::twice(0x7fff), kMargin, wanted);
-    wanted = prim::min2(wanted, c_);
-    if constexpr (!kFirst) {
-      fall = prim::subtract2(c_, wanted);
-      raised = __any_sync(prim::kAllLanes, prim::max2(fall, kSlack) != kSlack);
-      fall = raised ? fall : 0;
-      wanted = raised ? wanted : c_;
+    if constexpr (kFirst) {
+      c_ = prim::min2(least(wanted), c_);
+      return;
     }
-    c_ = wanted;
+    // Most steps raise nothing, which each lane can tell from its own keys.
+    const std::uint32_t own_fall = prim::subtract2(c_, prim::min2(wanted, c_));
+    raised = prim::any(prim::max2(own_fall, kSlack) != kSlack);
+    alpha[0] = alpha[1] = 1.0f;
+    if (raised) {
+      wanted = prim::min2(least(wanted), c_);
+      const std::uint32_t fall = prim::subtract2(c_, wanted);
+      alpha[0] = alpha_of(fall, 0);
+      alpha[1] = alpha_of(fall, 1);
+      c_ = wanted;
+    }
   }
 
   static PANTILE_DEVICE void encode_row(std::uint32_t (&S)[32], int i, std::uint32_t scale,

@@ -61,6 +61,7 @@ struct Fp8TileInfo {
   int q_block;                 // first block of the sequence, among those of all heads
   int k_block;                 // first block of its keys, among those of all heads
   int head, batch;
+  float q_scale[3];  // of the rows of each math warpgroup, unless each row has its own
   // Known once the last K has arrived: the scale of V of the last step, and whether some V that
   // the tile visits is not finite.
   float v_scale;

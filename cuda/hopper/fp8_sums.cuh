@@ -3,7 +3,7 @@
 // nothing while they stay the same; the row sum is the product of P with rows of ones below V^T and
 // needs neither additions nor shuffles.
 //
-// A step's factors: alpha (of fall), what a moved row maximum makes of everything before it; unit,
+// A step's factors: alpha, what a moved row maximum makes of everything before it; unit,
 // the ratio of the scale of V before to this one.
 #pragma once
 
@@ -32,18 +32,19 @@ struct Fp8Product {
 
   template <bool kFresh>
   static PANTILE_DEVICE void issue(float (&D)[kCount], const std::uint32_t (&P)[4][4],
-                                   std::uint32_t v) {
+                                   std::uint32_t v_low) {
+    const std::uint64_t v = prim::whole_descriptor(v_low, prim::kSwizzle128High);
     prim::wgmma_fence();
     // All steps of one product, then all of the other: ptxas gives up on the mixed order (C7511).
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      const std::uint32_t b = v + prim::descriptor_step(32 * step);
+      const std::uint64_t b = v + prim::descriptor_step(32 * step);
       prim::wgmma_e4m3_rs<kFirst, 0>(D, P[step], b, kFresh && step == 0 ? 0 : 1);
     }
     if constexpr (kSecond > 0) {
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        const std::uint32_t b = v + prim::descriptor_step(32 * step + kFirst * Fp8Config::kTileK);
+        const std::uint64_t b = v + prim::descriptor_step(32 * step + kFirst * Fp8Config::kTileK);
         prim::wgmma_e4m3_rs<kSecond, kFirst / 2>(D, P[step], b, kFresh && step == 0 ? 0 : 1);
       }
     }
@@ -53,7 +54,7 @@ struct Fp8Product {
 
 // Each step's product starts from zero and is added to fp32 registers; that costs one FFMA where
 // rescaling would cost an FMUL.
-template <Fp8Config kConfig, class Softmax>
+template <Fp8Config kConfig>
 class Fp8StepSums {
  public:
   using Product = Fp8Product<kConfig>;
@@ -72,16 +73,17 @@ class Fp8StepSums {
     for (int i = 0; i < 2; ++i) {
       l[i] = 0.0f;
     }
-    fall_ = 0;
+    alpha_[0] = alpha_[1] = 1.0f;
     unit_ = 1.0f;
   }
 
-  // After the product of the step before; fall and unit are this step's. That product is already in
-  // the units of its own step, O is not, hence the factors kept from then.
-  PANTILE_DEVICE void next_step(std::uint32_t fall, bool, float unit, float, int, int,
+  // After the product of the step before; alpha and unit are this step's. That product is already
+  // in the units of its own step, O is not, hence the factors kept from then.
+  PANTILE_DEVICE void next_step(const float (&alpha)[2], bool, float unit, float, int, int,
                                 std::uint32_t) {
     add_product();
-    fall_ = fall;
+    alpha_[0] = alpha[0];
+    alpha_[1] = alpha[1];
     unit_ = unit;
   }
 
@@ -98,8 +100,7 @@ class Fp8StepSums {
   PANTILE_DEVICE void add_product() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float alpha = Softmax::alpha(fall_, i);
-      const float factor = alpha * unit_;
+      const float factor = alpha_[i] * unit_;
 #pragma unroll
       for (int j = 0; j < kConfig.head_dim / 8; ++j) {
 #pragma unroll
@@ -108,18 +109,18 @@ class Fp8StepSums {
           O[k] = fmaf(O[k], factor, D[k]);
         }
       }
-      l[i] = fmaf(l[i], alpha, D[Product::kOutputs + 2 * i]);
+      l[i] = fmaf(l[i], alpha_[i], D[Product::kOutputs + 2 * i]);
     }
   }
 
-  std::uint32_t fall_;  // of the step before
+  float alpha_[2];  // of the step before
   float unit_;
 };
 
 // Products accumulate; every kFoldSteps steps O is folded, divided by the row sum so far and in
 // fp16, into a copy in the warp's place for O, in units of the largest scale of V seen. A thread
 // reads only what it wrote: no barrier.
-template <Fp8Config kConfig, class Softmax>
+template <Fp8Config kConfig>
 class Fp8FoldedSums {
  public:
   using Product = Fp8Product<kConfig>;
@@ -143,21 +144,20 @@ class Fp8FoldedSums {
   // steps: how many products D holds since the tile began; left: how many more there are to come.
   // NOTE: fold by the step's place in the tile and not by a running count, or the result would
   // depend on which block does which tile. v_scale: the unit of D.
-  PANTILE_DEVICE void next_step(std::uint32_t fall, bool raised, float unit, float v_scale,
+  PANTILE_DEVICE void next_step(const float (&alpha)[2], bool raised, float unit, float v_scale,
                                 int steps, int left, std::uint32_t place) {
     if (steps % Fp8Config::kFoldSteps == 0 && left > 2) {
       fold<false>(v_scale, place);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        l[i] *= Softmax::alpha(fall, i);
+        l[i] *= alpha[i];
         folded_[i] = l[i];
       }
     } else if (raised || unit != 1.0f) {
       const float zero = __int_as_float(zero_);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float alpha = Softmax::alpha(fall, i);
-        const float factor = alpha * unit;
+        const float factor = alpha[i] * unit;
 #pragma unroll
         for (int j = 0; j < kConfig.head_dim / 8; ++j) {
 #pragma unroll
@@ -165,9 +165,9 @@ class Fp8FoldedSums {
             D[4 * j + 2 * i + c] *= factor;
           }
         }
-        l[i] = (l[i] + D[Product::kOutputs + 2 * i]) * alpha;
+        l[i] = (l[i] + D[Product::kOutputs + 2 * i]) * alpha[i];
         clear_row_sum(i, zero);
-        folded_[i] *= alpha;
+        folded_[i] *= alpha[i];
       }
     }
   }

@@ -19,55 +19,55 @@ namespace pantile::prim {
 // High descriptor words: distance between groups of 8 rows, and the swizzle.
 inline constexpr std::uint32_t kSwizzle64High = 0x80000020u;  // 64-byte rows
 
+// A descriptor from its low word (descriptor()) and the high word of its swizzle.
+PANTILE_DEVICE std::uint64_t whole_descriptor(std::uint32_t low, std::uint32_t high) {
+  return static_cast<std::uint64_t>(high) << 32 | low;
+}
+
 namespace detail {
 
 // accumulators: how the list of wgmma.cuh is named that has as many registers as this product.
-#define PANTILE_WGMMA_E4M3_SS(d, n, accumulators, out, ra, rb, rh, rp)                          \
+// Descriptors are 64-bit numbers all the way: ptxas then moves from one k step to the next with one
+// uniform addition, where a pair of words takes an addition and a copy.
+#define PANTILE_WGMMA_E4M3_SS(d, n, accumulators, out, ra, rb, rp)                              \
   asm volatile(                                                                                 \
-      "{ .reg .pred p; .reg .b64 a, b;\n"                                                       \
-      "mov.b64 a, {%" #ra ", %" #rh                                                             \
-      "};\n"                                                                                    \
-      "mov.b64 b, {%" #rb ", %" #rh                                                             \
-      "};\n"                                                                                    \
+      "{ .reg .pred p;\n"                                                                       \
       "setp.ne.b32 p, %" #rp                                                                    \
       ", 0;\n"                                                                                  \
       "wgmma.mma_async.sync.aligned.m64n" #n "k32." out ".e4m3.e4m3 {" PANTILE_N_##accumulators \
-      "}, a, b, p, 1, 1; }"                                                                     \
+      "}, %" #ra ", %" #rb ", p, 1, 1; }"                                                       \
       : PANTILE_D_##accumulators(d)                                                             \
-      : "r"(a), "r"(b), "n"(kHigh), "r"(accumulate))
+      : "l"(a), "l"(b), "r"(accumulate))
 
-#define PANTILE_WGMMA_E4M3_RS(d, n, accumulators, out, r0, r1, r2, r3, rb, rh, rp)              \
+#define PANTILE_WGMMA_E4M3_RS(d, n, accumulators, out, r0, r1, r2, r3, rb, rp)                  \
   asm volatile(                                                                                 \
-      "{ .reg .pred p; .reg .b64 b;\n"                                                          \
-      "mov.b64 b, {%" #rb ", %" #rh                                                             \
-      "};\n"                                                                                    \
+      "{ .reg .pred p;\n"                                                                       \
       "setp.ne.b32 p, %" #rp                                                                    \
       ", 0;\n"                                                                                  \
       "wgmma.mma_async.sync.aligned.m64n" #n "k32." out ".e4m3.e4m3 {" PANTILE_N_##accumulators \
-      "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, b, p, 1, 1; }"                                 \
+      "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, %" #rb ", p, 1, 1; }"                          \
       : PANTILE_D_##accumulators(d)                                                             \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kHigh), "r"(accumulate))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
 
 template <int kN>
 struct E4m3Output;
 
 // O += P V with the N = dims of V (and 8 rows of ones).
-#define PANTILE_E4M3_OUTPUT(n, r0, r1, r2, r3, rb, rh, rp)                                \
+#define PANTILE_E4M3_OUTPUT(n, r0, r1, r2, r3, rb, rp)                                    \
   template <>                                                                             \
   struct E4m3Output<n> {                                                                  \
-    static_assert(r0 == n / 2 && rp == r0 + 6);                                           \
-    template <std::uint32_t kHigh>                                                        \
-    static PANTILE_DEVICE void rs(float* d, const std::uint32_t (&a)[4], std::uint32_t b, \
+    static_assert(r0 == n / 2 && rp == r0 + 5);                                           \
+    static PANTILE_DEVICE void rs(float* d, const std::uint32_t (&a)[4], std::uint64_t b, \
                                   int accumulate) {                                       \
-      PANTILE_WGMMA_E4M3_RS("+f", n, n, "f32", r0, r1, r2, r3, rb, rh, rp);               \
+      PANTILE_WGMMA_E4M3_RS("+f", n, n, "f32", r0, r1, r2, r3, rb, rp);                   \
     }                                                                                     \
   }
 
-PANTILE_E4M3_OUTPUT(72, 36, 37, 38, 39, 40, 41, 42);
-PANTILE_E4M3_OUTPUT(96, 48, 49, 50, 51, 52, 53, 54);
-PANTILE_E4M3_OUTPUT(104, 52, 53, 54, 55, 56, 57, 58);
-PANTILE_E4M3_OUTPUT(128, 64, 65, 66, 67, 68, 69, 70);
-PANTILE_E4M3_OUTPUT(136, 68, 69, 70, 71, 72, 73, 74);
+PANTILE_E4M3_OUTPUT(72, 36, 37, 38, 39, 40, 41);
+PANTILE_E4M3_OUTPUT(96, 48, 49, 50, 51, 52, 53);
+PANTILE_E4M3_OUTPUT(104, 52, 53, 54, 55, 56, 57);
+PANTILE_E4M3_OUTPUT(128, 64, 65, 66, 67, 68, 69);
+PANTILE_E4M3_OUTPUT(136, 68, 69, 70, 71, 72, 73);
 
 #undef PANTILE_E4M3_OUTPUT
 
@@ -77,31 +77,31 @@ PANTILE_E4M3_OUTPUT(136, 68, 69, 70, 71, 72, 73, 74);
 // is 0; as an operand that is read all the same, because pure outputs make ptxas spill here (300
 // bytes in the forward at head dim 128, against none).
 template <int kN, int kOffset, int kCount>
-PANTILE_DEVICE void wgmma_e4m3_rs(float (&d)[kCount], const std::uint32_t (&a)[4], std::uint32_t b,
+PANTILE_DEVICE void wgmma_e4m3_rs(float (&d)[kCount], const std::uint32_t (&a)[4], std::uint64_t b,
                                   int accumulate) {
   static_assert(kOffset + kN / 2 <= kCount);
-  detail::E4m3Output<kN>::template rs<kSwizzle128High>(d + kOffset, a, b, accumulate);
+  detail::E4m3Output<kN>::rs(d + kOffset, a, b, accumulate);
 }
 
-// S (+)= A B in fp16, 128 columns. kHigh: of the descriptors of both operands.
-template <std::uint32_t kHigh, bool kWrite>
+// S (+)= A B in fp16, 128 columns.
+template <bool kWrite>
 PANTILE_DEVICE void wgmma_e4m3_f16_rs(std::uint32_t (&d)[32], const std::uint32_t (&a)[4],
-                                      std::uint32_t b) {
+                                      std::uint64_t b) {
   constexpr int accumulate = kWrite ? 0 : 1;
   if constexpr (kWrite) {
-    PANTILE_WGMMA_E4M3_RS("=r", 128, 64, "f16", 32, 33, 34, 35, 36, 37, 38);
+    PANTILE_WGMMA_E4M3_RS("=r", 128, 64, "f16", 32, 33, 34, 35, 36, 37);
   } else {
-    PANTILE_WGMMA_E4M3_RS("+r", 128, 64, "f16", 32, 33, 34, 35, 36, 37, 38);
+    PANTILE_WGMMA_E4M3_RS("+r", 128, 64, "f16", 32, 33, 34, 35, 36, 37);
   }
 }
 
-template <std::uint32_t kHigh, bool kWrite>
-PANTILE_DEVICE void wgmma_e4m3_f16_ss(std::uint32_t (&d)[32], std::uint32_t a, std::uint32_t b) {
+template <bool kWrite>
+PANTILE_DEVICE void wgmma_e4m3_f16_ss(std::uint32_t (&d)[32], std::uint64_t a, std::uint64_t b) {
   constexpr int accumulate = kWrite ? 0 : 1;
   if constexpr (kWrite) {
-    PANTILE_WGMMA_E4M3_SS("=r", 128, 64, "f16", 32, 33, 34, 35);
+    PANTILE_WGMMA_E4M3_SS("=r", 128, 64, "f16", 32, 33, 34);
   } else {
-    PANTILE_WGMMA_E4M3_SS("+r", 128, 64, "f16", 32, 33, 34, 35);
+    PANTILE_WGMMA_E4M3_SS("+r", 128, 64, "f16", 32, 33, 34);
   }
 }
 
