@@ -27,6 +27,16 @@
 
 namespace pantile::ampere {
 
+// Of the scores of tile n, all of which are there: mask, maxima, references.
+template <bool kMasked, class Block>
+PANTILE_DEVICE void finish_scores(Block& block, typename Block::Scores& s, int n) {
+  if constexpr (kMasked) {
+    block.keys.mask_scores(s, n);
+  }
+  block.softmax.take_max(s);
+  block.softmax.raise_references(s, block.reference_rules());
+}
+
 // Two stages, tile n in stage n % 2: one barrier a tile. Behind it, all warps are done with the
 // stage that is refilled.
 template <bool kMasked, class Block>
@@ -42,11 +52,7 @@ PANTILE_DEVICE void staged_tiles(Block& block, int& n, int last) {
     typename Block::Scores s;
     const int groups = kMasked ? block.keys.seen_groups(n) : Block::kKeyGroups;
     block.template score_product<kMasked>(s, n & 1, groups);
-    if constexpr (kMasked) {
-      block.keys.mask_scores(s, n);
-    }
-    block.softmax.take_max(s);
-    block.softmax.raise_references(s, block.reference_rules());
+    finish_scores<kMasked>(block, s, n);
     block.template value_product<kMasked>(s, n & 1, groups);
   }
 }
@@ -66,11 +72,7 @@ PANTILE_DEVICE void single_stage_tiles(Block& block, int& n, int last) {
     block.publish_values(0, n, kMasked);
     block.template fetch_keys<false>(n - 1, 0);
     prim::commit_copies();
-    if constexpr (kMasked) {
-      block.keys.mask_scores(s, n);
-    }
-    block.softmax.take_max(s);
-    block.softmax.raise_references(s, block.reference_rules());
+    finish_scores<kMasked>(block, s, n);
     block.template value_product<kMasked>(s, 0, groups);
     prim::wait_copies<0>();
     __syncthreads();
@@ -109,6 +111,8 @@ PANTILE_DEVICE void run_sequential(Block& block) {
 // Pipelined: S of tile n - 1 and P V of tile n in one stream, half a tile of keys at a time. On
 // entry `s` holds the masked scores of tile n and the references cover them; on exit the same holds
 // for tile n - 1. Tile n lies in stage n % 2; K of a tile arrives with V of the tile after it.
+// `groups`: of tile n that are seen, and then of tile n - 1; counted anew in each step by the
+// kernels that would spill over a register for it.
 template <bool kMasked, bool kNextMasked, class Config, class Block>
 PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int n, int& groups) {
   constexpr int kStep = Block::kKeyGroups / 2;  // groups of 16 keys
@@ -120,7 +124,17 @@ PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int 
   block.template fetch_keys<false>(n - 2, n & 1);
   prim::commit_copies();
 
+  if constexpr (Block::kCountsAnew) {
+    groups = kMasked ? block.keys.seen_groups(n) : Block::kKeyGroups;
+  }
   const int next_groups = kNextMasked ? block.keys.seen_groups(n - 1) : Block::kKeyGroups;
+  if constexpr (kMasked && Block::kCalmEdges) {
+    block.template value_product<kMasked>(s, n & 1, groups);
+    block.template score_product<kNextMasked>(s, (n - 1) & 1, next_groups);
+    groups = next_groups;
+    finish_scores<kNextMasked>(block, s, n - 1);
+    return;
+  }
   typename Block::Weights p[2][kStep];
   const auto exponentials = [&](int step, int unit) {
     const int group = step * kStep + unit / (2 * Config::kRowTiles);
@@ -156,14 +170,13 @@ PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int 
       between(kStep * Block::kDepthSteps + slot);
     });
   }
+  groups = next_groups;
   if constexpr (kNextMasked) {
-    block.keys.mask_scores(s, n - 1);
-    block.softmax.take_max(s);
+    finish_scores<true>(block, s, n - 1);
   } else {
     spread<kUnits, 1>(0, [&](int unit) { maxima(1, unit); });
+    block.softmax.raise_references(s, block.reference_rules());
   }
-  block.softmax.raise_references(s, block.reference_rules());
-  groups = next_groups;
 }
 
 template <class Config, class Block>
@@ -183,9 +196,7 @@ PANTILE_DEVICE void run_pipelined(Block& block) {
   typename Block::Scores s;
   int groups = block.keys.seen_groups(n);
   block.template score_product<true>(s, n & 1, groups);
-  block.keys.mask_scores(s, n);
-  block.softmax.take_max(s);
-  block.softmax.raise_references(s, block.reference_rules());
+  finish_scores<true>(block, s, n);
 #pragma unroll 1
   for (; n > tiles.visit.begin && n > tiles.full.end; --n) {
     pipelined_step<true, true, Config>(block, s, n, groups);
@@ -206,6 +217,9 @@ PANTILE_DEVICE void run_pipelined(Block& block) {
   }
   prim::wait_copies<0>();
   block.publish_values(n & 1, n, true);
+  if constexpr (Block::kCountsAnew) {
+    groups = block.keys.seen_groups(n);
+  }
   block.template value_product<true>(s, n & 1, groups);
 }
 

@@ -49,6 +49,10 @@ class ForwardBlock {
 
  public:
   static constexpr bool kPartlySeen = kMask != MaskKind::full;
+  // What keeps pipelined kernels of sm_80 from spilling. Calm edges: in tiles that a mask cuts, one
+  // product after the other.
+  static constexpr bool kCalmEdges = kPartlySeen && Config::kSoftmax.row_sum == RowSum::vector;
+  static constexpr bool kCountsAnew = kPartlySeen || Config::kSoftmax.row_sum != RowSum::vector;
   static constexpr int kDepthSteps = Config::kHeadDim / 16;   // of Q K^T
   static constexpr int kKeyGroups = kTileK / 16;              // of a key tile
   static constexpr int kValueSteps = Config::kHeadDimV / 16;  // 16 columns of O
