@@ -51,6 +51,9 @@ class BackwardBlockF32 {
   static constexpr int kRowTiles = Config::kRowTiles;
   static constexpr int kOtherTiles = Config::kWarpOthers / 8;
   static constexpr int kColumnTiles = Config::kDepth / 8;
+  // dP behind a warp barrier: started early by the compiler, it makes dQ of 256 columns spill in
+  // the tile of small GPUs. Other kernels spill with it.
+  static constexpr bool kHoldsBack = kOwnsQueries && Config::kDepth == 256 && kOther == 16;
   using Scores = float[kRowTiles][kOtherTiles][4];
 
  public:
@@ -236,6 +239,9 @@ class BackwardBlockF32 {
     multiply(p, storage_.own_x, stage.x);
     Scores grad_s;
     if constexpr (kGradX) {
+      if constexpr (kHoldsBack) {
+        __syncwarp();
+      }
       multiply(grad_s, storage_.own_y, stage.y);
     }
     float2 terms[kOtherTiles][2];
