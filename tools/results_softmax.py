@@ -104,6 +104,34 @@ def stages(page: pathlib.Path) -> list[str]:
     ]
 
 
+def _ratios(found: list[tuple[pathlib.Path, dict, dict]], page: pathlib.Path) -> list[str]:
+    """A table of rows that hold the speed of a first contender and the ratios of all to it."""
+    if not found:
+        return ["Not measured yet."]
+    path, run, _ = found[0]
+    modes = list(dict.fromkeys(mode for _, _, row in found for mode in row["ratio"]))
+    rows = [
+        [
+            row["case"],
+            f"{row['tflops']}",
+            *(f"{row['ratio'][m]:.3f}" if m in row["ratio"] else "-" for m in modes[1:]),
+        ]
+        for _, _, row in found
+    ]
+    head = ["case", f"{modes[0]}, TFLOP/s", *modes[1:]]
+    return [f"{_source(path, run, page)}, {found[0][2]['dtype']}.", "", *table(head, rows)]
+
+
+def hopper(page: pathlib.Path) -> list[str]:
+    """Ways to take the row sum in the Hopper forward."""
+    return _ratios(_rows("softmax_hopper"), page)
+
+
+def variants(page: pathlib.Path) -> list[str]:
+    """Kinds of the Ampere softmax that are not in the table of kernels."""
+    return _ratios([x for x in _rows("softmax_variants") if "set" in x[2]], page)
+
+
 def exposed_text(found: list[tuple[pathlib.Path, dict, dict]]) -> str:
     """What leaving out all of the softmax says: how much of the time it is exposed."""
     shares: dict[int, dict[str, float]] = {}
