@@ -152,9 +152,7 @@ PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int 
   block.softmax.begin_max();
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
-    if (step == 0 || Block::kPartlySeen) {
-      Block::Softmax::keep_order();
-    }
+    Block::Softmax::keep_order();
     const auto between = [&](int slot) {
       spread<kUnits, kSlots>(slot, [&](int unit) {
         if (step == 0) {
