@@ -128,8 +128,12 @@ def hopper(page: pathlib.Path) -> list[str]:
 
 
 def variants(page: pathlib.Path) -> list[str]:
-    """Kinds of the Ampere softmax that are not in the table of kernels."""
-    return _ratios([x for x in _rows("softmax_variants") if "set" in x[2]], page)
+    """Kinds of the Ampere softmax, most of them not in the table of kernels: a table a set."""
+    found = [x for x in _rows("softmax_variants") if "set" in x[2]]
+    lines: list[str] = []
+    for name in dict.fromkeys(row["set"] for _, _, row in found):
+        lines += [*_ratios([x for x in found if x[2]["set"] == name], page), ""]
+    return lines[:-1] or ["Not measured yet."]
 
 
 def exposed_text(found: list[tuple[pathlib.Path, dict, dict]]) -> str:
