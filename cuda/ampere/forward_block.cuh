@@ -49,14 +49,10 @@ class ForwardBlock {
 
  public:
   static constexpr bool kPartlySeen = kMask != MaskKind::full;
-  // What keeps pipelined kernels from spilling. Calm edges: in tiles that a mask cuts, one product
-  // after the other; on sm_90 that would cost up to 3 %, which the spills do not. And the seen
-  // groups of a tile are counted anew in every step: a register less over the loop.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  static constexpr bool kCalmEdges = kPartlySeen && Config::kSoftmax.row_sum == RowSum::vector;
-#else
-  static constexpr bool kCalmEdges = false;
-#endif
+  // Against spills of pipelined kernels: in tiles that a mask cuts, one product after the other,
+  // and seen groups are counted in each step.
+  static constexpr bool kCalmEdges =
+      kSparesRegisters && kPartlySeen && Config::kSoftmax.row_sum == RowSum::vector;
   static constexpr bool kCountsAnew = kCalmEdges || Config::kSoftmax.row_sum != RowSum::vector;
   static constexpr int kDepthSteps = Config::kHeadDim / 16;   // of Q K^T
   static constexpr int kKeyGroups = kTileK / 16;              // of a key tile

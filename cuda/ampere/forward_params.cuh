@@ -41,6 +41,14 @@ struct ForwardParams {
   ReferenceRules references;
 };
 
+// Whether pipelined kernels with vector row sums take masked tiles in the order that needs fewer
+// registers: up to 3 % slower on sm_90, where the spills it avoids cost nothing.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kSparesRegisters = true;
+#else
+inline constexpr bool kSparesRegisters = false;
+#endif
+
 template <int kHeadDimOf, int kHeadDimVOf, ForwardTile kTile, SoftmaxKind kSoftmaxOf>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimOf;    // of Q, K
