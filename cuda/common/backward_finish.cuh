@@ -4,6 +4,7 @@
 
 #include "common/backward_rows.cuh"
 #include "common/quad_transpose.cuh"
+#include "core/integer_sum.h"
 #include "prim/convert.cuh"
 #include "prim/grid_dependency.cuh"
 
@@ -12,8 +13,9 @@ namespace pantile::common {
 // How the main kernel summed dQ.
 enum class SumFormat {
   f32,   // four accumulators of a thread per 16 bytes
-  i32,   // the same, integers times the row's scale
-  i32x2  // integers, two accumulators in one 64-bit sum (prim/global_add.cuh)
+  i32,   // the same, words of core/integer_sum.h in units of the row's scale
+  i32x2  // integers in units of that scale, two accumulators in one 64-bit sum
+         // (prim/global_add.cuh)
 };
 
 struct FinishParams {
@@ -21,14 +23,26 @@ struct FinishParams {
   void* grad_q;  // [queries, heads_q, head_dim]
   Layout grad_q_layout;
   int head_dim;
+  int tile_k;       // keys of an addition to the sums
   bool rows_split;  // a tile's fragments follow each other along the rows, not the columns
 };
 
 inline constexpr int kFinishThreads = 128;
 
-// A thread's 32 accumulators of a fragment: sums[4 j + 2 i + c], as in prim/wgmma.cuh.
+// How often the main kernel has added to the tile: once for every tile of keys that a row sees.
+PANTILE_DEVICE std::uint32_t additions(const FinishParams& params, const RowTile& row_tile) {
+  const int first = row_tile.tile * params.pass.row_tiles.tile;
+  const core::Span rows{first, core::min_of(first + params.pass.row_tiles.tile, row_tile.rows)};
+  const core::Mask mask{row_tile.rows, row_tile.keys, params.pass.window_left,
+                        params.pass.window_right};
+  return static_cast<std::uint32_t>(core::plan_row_tile(mask, rows, params.tile_k).visit.size());
+}
+
+// A thread's 32 accumulators of a fragment: sums[4 j + 2 i + c], as in prim/wgmma.cuh. Words have
+// been added `terms` times.
 template <SumFormat kFormat>
-PANTILE_DEVICE void load_sums(float (&sums)[32], const float* fragment, int column_groups) {
+PANTILE_DEVICE void load_sums(float (&sums)[32], const float* fragment, int column_groups,
+                              std::uint32_t terms) {
   const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -48,7 +62,9 @@ PANTILE_DEVICE void load_sums(float (&sums)[32], const float* fragment, int colu
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         sums[4 * j + i] =
-            kFormat == SumFormat::f32 ? words[i] : static_cast<float>(__float_as_int(words[i]));
+            kFormat == SumFormat::f32
+                ? words[i]
+                : static_cast<float>(core::integer_sum(__float_as_uint(words[i]), terms));
       }
     }
   }
@@ -98,7 +114,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   float sums[32];
   load_sums<kFormat>(sums,
                      pass.dq_sum + row_tile.index * pass.tile_floats + fragment * kFragmentFloats,
-                     core::min_of((params.head_dim - first_column) / 8, 8));
+                     core::min_of((params.head_dim - first_column) / 8, 8),
+                     kFormat == SumFormat::i32 ? additions(params, row_tile) : 0);
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
 #pragma unroll
@@ -106,8 +123,9 @@ __global__ void __launch_bounds__(kFinishThreads)
     const int row = first_row + thread / 32 * 16 + lane / 4 + 8 * i;
     float factor = pass.scale;
     if (kFormat != SumFormat::f32 && row < row_tile.rows) {
-      factor /=
+      const float scale =
           __uint_as_float(pass.lse_terms[row_tile.index * tile + row - row_tile.tile * tile].z);
+      factor = scale > 0.0f ? factor / scale : __builtin_nanf("");  // integer_scale()
     }
     std::uint16_t* to = rows + (row_tile.first_row + row) * params.grad_q_layout.seq + first_column;
 #pragma unroll

@@ -47,13 +47,13 @@ PANTILE_DEVICE uint4 split_term(float x) {
 // The power of two by which a row of dQ / scale is multiplied before it is rounded to integers, so
 // that every partial sum stays below 2^30:
 //   |sum_j dS_ij K_jd| <= (||dO_i|| max_j ||V_j|| + |delta_i|) max |K|
-// and 1.1 covers the rounding of P and dS. Zero, from which dQ becomes NaN, when that is not
-// finite: integers cannot carry a NaN. A row's scale must be finite as two bf16.
+// and 1.1 covers the rounding of P and dS. Zero, from which dQ becomes NaN, when that or the LSE is
+// not finite: integers cannot carry a NaN. A row's scale must be finite as two bf16.
 PANTILE_DEVICE float integer_scale(float grad_o_norm2, float delta, float lse,
                                    const std::uint32_t* bounds) {
   const float bound = 1.1f * __uint_as_float(bounds[0]) *
                       (sqrtf(grad_o_norm2 * __uint_as_float(bounds[1])) + fabsf(delta));
-  if (!(bound < __builtin_huge_valf()) || lse != lse) {
+  if (!(bound < __builtin_huge_valf()) || !(lse < __builtin_huge_valf())) {
     return 0.0f;
   }
   const int exponent = static_cast<int>(__float_as_uint(bound) >> 23) - 127;
@@ -74,12 +74,14 @@ __global__ void __launch_bounds__(kPrepareThreads)
     *params.claimed = 0;
   }
   if (pass.row_tile_count == 0) {
+    prim::wait_for_previous_grid();  // for the kernels after this one
     return;
   }
   const RowTile row_tile =
       locate_row_tile(pass, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   const int first = row_tile.tile * kTileQ;
   if (first >= row_tile.rows) {
+    prim::wait_for_previous_grid();
     return;
   }
   float4* sum = reinterpret_cast<float4*>(pass.dq_sum + row_tile.index * pass.tile_floats);
@@ -107,6 +109,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
     }
   }
 
+  prim::wait_for_previous_grid();  // bound_keys, if it ran, wrote the bounds
   const std::int64_t lse_offset =
       row_tile.head * params.lse_head_stride +
       (packed ? row_tile.sequence : row_tile.batch * params.lse_batch_stride);
@@ -194,6 +197,7 @@ PANTILE_DEVICE float norm2_of(const uint4& words) {
 template <DType kDType>
 __global__ void __launch_bounds__(kPrepareThreads)
     bound_keys(const __grid_constant__ KeyBoundsParams params) {
+  prim::allow_next_grid();
   const int number = static_cast<int>(blockIdx.x) / params.heads_k;
   const int head = static_cast<int>(blockIdx.x) % params.heads_k;
   const int batch = params.key_tiles.sequence(number);

@@ -44,6 +44,7 @@ struct RowTile {
   std::int64_t sequence;  // packed: rows before the sequence
   int capacity;           // rows of the sequence, used or not
   int first_row, rows;    // attended
+  int keys;               // attended
 };
 
 // Blocks count down, so that the heads the main kernel starts with are written last, and read last.
@@ -75,6 +76,7 @@ PANTILE_DEVICE RowTile locate_row_tile(const RowPass& pass, int block, int block
   row_tile.sequence = queries.row;
   row_tile.first_row = part.first_row;
   row_tile.rows = part.mask.rows;
+  row_tile.keys = part.mask.keys;
   return row_tile;
 }
 

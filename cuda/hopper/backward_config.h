@@ -48,6 +48,7 @@ struct PairedConfig {
   static constexpr int kConsumerRegisters = 240;
   static constexpr int kPanels = panels(kHeadDim);
   static constexpr int kPanelsV = panels(kHeadDimV);
+  static constexpr bool kBulkAdds = true;  // dQ goes through shared memory into global memory
 
   static_assert(kHeadDim == kHeadDimV, "smaller values are padded to the head dim of the keys");
   static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128);
@@ -55,7 +56,7 @@ struct PairedConfig {
                 registers_to_share(1 + kConsumers));
 };
 
-template <DType kDTypeOf, int kHeadDimOf, int kHeadDimVOf>
+template <DType kDTypeOf, int kHeadDimOf, int kHeadDimVOf, SumKind kSum>
 struct PipelineConfig {
   static constexpr DType kDType = kDTypeOf;
   static constexpr int kHeadDim = kHeadDimOf;
@@ -63,7 +64,11 @@ struct PipelineConfig {
   static constexpr int kTileQ = 64;
   static constexpr int kTileK = 64;
   static constexpr int kThreads = 4 * kWarpgroup;
-  static constexpr int kStages = 2;  // of Q, dO and dS
+  // Head dim 192 leaves shared memory for a third stage of Q and dO or for dQ. Additions of fp32
+  // are as fast from registers; pairs of integers are slower than integers from shared memory.
+  static constexpr bool kBulkAdds = kHeadDim == 192 && kSum == SumKind::integer;
+  static constexpr int kStages = kHeadDim == 192 && !kBulkAdds ? 3 : 2;  // of Q and dO
+  static constexpr int kScoreGradStages = 2;                             // dS
   // Found by compiling: an N = 64 product of two shared tiles needs 64 registers, and more than
   // 208 for the two accumulating warpgroups leaves none for dQ.
   static constexpr int kProducerRegisters = 32;
@@ -71,6 +76,7 @@ struct PipelineConfig {
   static constexpr int kQueryGradRegisters = 64;
   static constexpr int kPanels = panels(kHeadDim);
   static constexpr int kPanelsV = panels(kHeadDimV);
+  static constexpr int kStagedPanels = kBulkAdds ? kPanels : 0;
 
   static_assert(kHeadDim == 192 || kHeadDim == 256);
   static_assert(kHeadDimV == 128 || kHeadDimV == 192 || kHeadDimV == 256);
@@ -78,18 +84,18 @@ struct PipelineConfig {
                 registers_to_share(4));
 };
 
-template <DType kDType, int kHeadDim, int kHeadDimV, bool kPaired = kHeadDim <= 128>
+template <DType kDType, int kHeadDim, int kHeadDimV, SumKind kSum, bool kPaired = kHeadDim <= 128>
 struct BackwardConfigOf {
   using Type = PairedConfig<kDType, kHeadDim, kHeadDimV>;
 };
 
-template <DType kDType, int kHeadDim, int kHeadDimV>
-struct BackwardConfigOf<kDType, kHeadDim, kHeadDimV, false> {
-  using Type = PipelineConfig<kDType, kHeadDim, kHeadDimV>;
+template <DType kDType, int kHeadDim, int kHeadDimV, SumKind kSum>
+struct BackwardConfigOf<kDType, kHeadDim, kHeadDimV, kSum, false> {
+  using Type = PipelineConfig<kDType, kHeadDim, kHeadDimV, kSum>;
 };
 
-template <DType kDType, int kHeadDim, int kHeadDimV>
-using BackwardConfig = typename BackwardConfigOf<kDType, kHeadDim, kHeadDimV>::Type;
+template <DType kDType, int kHeadDim, int kHeadDimV, SumKind kSum>
+using BackwardConfig = typename BackwardConfigOf<kDType, kHeadDim, kHeadDimV, kSum>::Type;
 
 // The same tile sizes for host code that knows the head dim only at run time.
 constexpr int backward_tile_q(int head_dim) {

@@ -87,9 +87,10 @@ class PairedConsumer {
       on_.issue_dQ(dQ, on_.buffer());
       on_.issue_dK(query);
       on_.wait_dQ_buffer();
+      on_.read_row_scale(query);
       on_.template take_S<1>();  // dQ done, too
       prim::pin(dQ);
-      on_.send_dQ(dQ, query);
+      on_.send_dQ(dQ);
       on_.issue_dP();
       on_.next_tile();
       on_.compute_P();
@@ -131,10 +132,11 @@ class PairedConsumer {
       float dQ[32];
       issue_late_dQ(dQ);
       on_.wait_dQ_buffer();
+      on_.read_row_scale(behind);
       prim::wgmma_wait<0>();
       prim::pin(dQ);
       release_late_dS();
-      on_.send_dQ(dQ, behind);
+      on_.send_dQ(dQ);
       on_.release_query(behind);
     }
     prim::wait(dS_ring_.full[dS_read_.stage], dS_read_.parity);
@@ -155,13 +157,14 @@ class PairedConsumer {
     on_.issue_S();
     if constexpr (kStep == Step::later) {
       on_.wait_dQ_buffer();
+      on_.read_row_scale(behind);
     }
     prim::wgmma_wait<1>();  // the dK and dQ before, dV done
     on_.release_grad();
     if constexpr (kStep == Step::later) {
       prim::pin(dQ);
       release_late_dS();
-      on_.send_dQ(dQ, behind);
+      on_.send_dQ(dQ);
       on_.release_query(behind);
     }
     behind = query;
@@ -209,11 +212,12 @@ class PairedConsumer {
     on_.issue_dQ(dQ, on_.buffer());
     on_.issue_dK(on_.query_stage());
     on_.wait_dQ_buffer();
+    on_.read_row_scale(on_.query_stage());
     prim::wgmma_wait<1>();
     prim::pin(dQ);
     on_.release_keys();
     on_.release_grad();
-    on_.send_dQ(dQ, on_.query_stage());
+    on_.send_dQ(dQ);
     on_.finish();
     on_.release_query(on_.query_stage());
   }

@@ -5,6 +5,7 @@
 #include "hopper/backward_fragment.cuh"
 #include "hopper/backward_params.cuh"
 #include "hopper/backward_storage.cuh"
+#include "hopper/backward_sum.cuh"
 #include "prim/matrix.cuh"
 #include "prim/registers.cuh"
 #include "prim/tma.cuh"
@@ -179,26 +180,21 @@ class PairedSteps {
     dq_parity_ ^= 1;
   }
 
-  // Hands the dQ fragment to the adder, in register order: 16-byte stores without conflicts. The
-  // adder orders them before its bulk copy: a proxy fence here would wait for the stores, which the
-  // products in flight delay, for a tenth of the step.
-  PANTILE_DEVICE void send_dQ(float (&dQ)[32], int query_stage) {
+  // For the dQ of that stage of Q; before the wait for dQ, so that the loads' latency passes in it.
+  PANTILE_DEVICE void read_row_scale(int query_stage) {
     if constexpr (kSum == SumKind::integer) {
       const RowTerms<kTileQ>& terms = storage_.lse[query_stage];
       const int thread = fresh_thread();
       const int row = (kRowSplit ? warpgroup_ * 64 : 0) + thread / 32 * 16 + thread % 32 / 4;
-      const float row_scale[2] = {__uint_as_float(terms.row[row].z),
-                                  __uint_as_float(terms.row[row + 8].z)};
-#pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        dQ[i] = __int_as_float(__float2int_rn(dQ[i] * row_scale[i / 2 % 2]));
-      }
+      row_scale_[0] = held_scale(terms.row[row]);
+      row_scale_[1] = held_scale(terms.row[row + 8]);
     }
-    float4* to = reinterpret_cast<float4*>(storage_.dQ[warpgroup_]) + (threadIdx.x & 127);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      to[j * kWarpgroup] = make_float4(dQ[4 * j], dQ[4 * j + 1], dQ[4 * j + 2], dQ[4 * j + 3]);
-    }
+  }
+
+  // Hands the dQ fragment to the adder, which orders the stores before its bulk copy: a proxy fence
+  // here would wait for them, which the products in flight delay, for a tenth of the step.
+  PANTILE_DEVICE void send_dQ(float (&dQ)[32]) {
+    stage_fragment<kSum>(storage_.dQ[warpgroup_], dQ, row_scale_);
     arrive_warp(storage_.dq_full[warpgroup_]);
   }
 
@@ -325,7 +321,8 @@ class PairedSteps {
   StageCursor<Config::kGradStages> next_grad_;
   StageCursor<1> keys_;  // K and V
   std::uint32_t dq_parity_ = 1;
-  int buffer_ = 0;  // of dS, of the tile at work
+  float row_scale_[2];  // integer sums only
+  int buffer_ = 0;      // of dS, of the tile at work
   float S_[kScores], dP_[kScores];
   float dK_[kCount], dV_[kCount];
   std::uint32_t P_[kSlices][4];

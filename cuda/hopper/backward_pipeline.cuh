@@ -8,7 +8,8 @@
 //   3                dV += P^T dO, P^T from registers               (registers)
 //   4 score grads    dP^T = V dO^T - delta, dS = P * dP          -> dS
 //   5                dK += dS^T Q, dS^T from registers              (registers)
-//   6 query grads    dQ = dS K, 64 columns at a time             -> added into global memory
+//   6 query grads    dQ = dS K, 64 columns at a time             -> added into global memory,
+//                    integers of head dim 192 by way of dQ and an adder thread beside the producer
 //   7 2 and 4        dV, dK * scale                              -> global memory
 //
 // P goes from 2 to 4 without a transpose: both warpgroups hold the same elements of S and dP in the
@@ -23,8 +24,8 @@
 #include "hopper/backward_accumulator.cuh"
 #include "hopper/backward_fragment.cuh"
 #include "hopper/backward_producer.cuh"
+#include "hopper/backward_query_gradients.cuh"
 #include "hopper/backward_storage.cuh"
-#include "prim/global_add.cuh"
 #include "prim/matrix.cuh"
 #include "prim/registers.cuh"
 #include "prim/tma.cuh"
@@ -274,119 +275,13 @@ class ScoreGradients {
   const BackwardParams& params_;
   const std::uint32_t ones_, terms_, v_, grad_o_, q_;
   std::uint32_t dS_store_;
-  StageCursor<Config::kStages> cursor_, previous_, dS_cursor_;
+  StageCursor<Config::kStages> cursor_, previous_;
+  StageCursor<Config::kScoreGradStages> dS_cursor_;
   StageCursor<1> values_;
   std::uint32_t p_parity_ = 0;
   float dP_[32];
   std::uint32_t dS_[4][4];
   Accumulator<Config, Config::kHeadDim> dK_;
-};
-
-// Adds 64 x 64 values of dQ to their fragment in global memory.
-template <SumKind kSum>
-PANTILE_DEVICE void add_fragment(float* fragment, const float (&dQ)[32],
-                                 const float (&row_scale)[2]) {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-  if constexpr (kSum == SumKind::integer) {
-    std::uint64_t* to = reinterpret_cast<std::uint64_t*>(fragment) + thread;
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float scale = row_scale[j % 2];
-      prim::global_add_pair(to + j * kWarpgroup, __float2int_rn(dQ[2 * j] * scale),
-                            __float2int_rn(dQ[2 * j + 1] * scale));
-    }
-  } else {
-    float* to = fragment + thread * 4;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      prim::global_add(to + j * 4 * kWarpgroup, dQ[4 * j], dQ[4 * j + 1], dQ[4 * j + 2],
-                       dQ[4 * j + 3]);
-    }
-  }
-}
-
-// Stage 6.
-template <class Config, SumKind kSum>
-class QueryGradients {
- public:
-  using Storage = PipelineStorage<Config>;
-
-  PANTILE_DEVICE QueryGradients(Storage& storage, const BackwardParams& params)
-      : storage_(storage),
-        params_(params),
-        dS_(prim::descriptor(prim::shared_address(storage.dS))),
-        k_columns_(prim::descriptor(prim::shared_address(&storage.k))) {}
-
-  PANTILE_DEVICE void run() {
-    prim::wait_for_previous_grid();  // it sets the sums to zero
-    WorkReader work(storage_.work);
-    while (const KeyTile* key_tile = work.next()) {
-      const int begin = prim::uniform(key_tile->rows.begin);
-      const int end = prim::uniform(key_tile->rows.end);
-      if (begin < end) {
-        prim::wait(storage_.key.full[0], keys_.parity);
-        keys_.advance();
-        const int first_head = prim::uniform(key_tile->key_head) * params_.group;
-        const int first_number = prim::uniform(key_tile->first_row_tile);
-#pragma unroll 1
-        for (int g = 0; g < params_.group; ++g) {
-          const std::int64_t index = (first_head + g) * params_.row_tile_count + first_number;
-#pragma unroll 1
-          for (int tile = begin; tile < end; ++tile) {
-            add_tile(index + tile);
-          }
-        }
-        release(storage_.key.empty[0]);
-      }
-      __syncwarp();
-      work.done(prim::lane_index() == 0);
-    }
-  }
-
- private:
-  static constexpr int kFragment = 64 * 64;
-  static constexpr int kTileFloats = Config::kPanels * kFragment;
-
-  // `index` of the tile of rows: [head][number].
-  PANTILE_DEVICE void add_tile(std::int64_t index) {
-    float row_scale[2] = {};
-    if constexpr (kSum == SumKind::integer) {
-      const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + prim::lane_index() / 4;
-      const uint4* terms = params_.lse_terms + index * Config::kTileQ + row;
-      row_scale[0] = __uint_as_float(terms[0].z);
-      row_scale[1] = __uint_as_float(terms[8].z);
-    }
-    float* fragment = params_.dq_sum + index * kTileFloats;
-    prim::wait(storage_.ds.full[cursor_.stage], cursor_.parity);
-    const std::uint32_t a = dS_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.dS[0]));
-    // Unrolled, ptxas keeps several slices in registers and serialises all products (C7512).
-#pragma unroll 1
-    for (int panel = 0; panel < Config::kPanels; ++panel) {
-      float dQ[32];
-      const std::uint32_t b = k_columns_ + panel * prim::descriptor_step(storage_.k.kPanelBytes);
-      prim::wgmma_fence();
-      prim::wgmma_ss_write<Config::kDType, prim::Major::k, prim::Major::mn>(dQ, a, b);
-#pragma unroll
-      for (int k = 1; k < Config::kTileK / 16; ++k) {
-        prim::wgmma_ss<Config::kDType, prim::Major::k, prim::Major::mn>(
-            dQ, a + prim::descriptor_step(k * 32), b + prim::descriptor_step(k * 2048));
-      }
-      prim::wgmma_commit();
-      prim::wgmma_wait<0>();
-      prim::pin(dQ);
-      if (panel == Config::kPanels - 1) {
-        release(storage_.ds.empty[cursor_.stage]);
-      }
-      add_fragment<kSum>(fragment + panel * kFragment, dQ, row_scale);
-    }
-    cursor_.advance();
-  }
-
-  Storage& storage_;
-  const BackwardParams& params_;
-  const std::uint32_t dS_, k_columns_;
-  StageCursor<Config::kStages> cursor_;
-  StageCursor<1> keys_;
 };
 
 }  // namespace pipeline
@@ -406,10 +301,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prim::fence_async_proxy();
   }
   if (threadIdx.x == 0) {
-    storage.key.init(8);           // stages 2 and 6
-    storage.value.init(4);         // stage 4
-    storage.work.init(3 * 4 + 1);  // stages 2, 4, 6 and the loader
-    storage.query.init(8);         // warps of the two accumulating warpgroups
+    constexpr int kCopyThreads = Config::kBulkAdds ? 2 : 1;  // loader, adder
+    storage.key.init(8);                                     // stages 2 and 6
+    storage.value.init(4);                                   // stage 4
+    storage.work.init(3 * 4 + kCopyThreads);                 // stages 2, 4, 6
+    if constexpr (Config::kBulkAdds) {
+      storage.dQ.ring.init(1, 4);
+    }
+    storage.query.init(8);  // warps of the two accumulating warpgroups
     storage.grad.init(8);
     storage.ds.init(4, 4);
     prim::init(storage.p_full, kWarpgroup);  // every thread for its own elements
@@ -423,6 +322,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       Loader<Config, Storage>(storage, maps, params).run();
     } else if (warp == 1 && prim::elect_one()) {
       schedule<Config, kMask>(storage.work, params);
+    } else if (Config::kBulkAdds && warp == 2 && prim::elect_one()) {
+      if constexpr (Config::kBulkAdds) {
+        pipeline::FragmentAdder<Config>(storage, params).run();
+      }
     }
   } else if (role == kQueryGradients) {
     prim::shrink_registers<Config::kQueryGradRegisters>();

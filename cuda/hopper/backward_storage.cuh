@@ -112,6 +112,16 @@ struct PairedStorage {
   prim::Mbarrier dq_full[Config::kConsumers], dq_empty[Config::kConsumers];
 };
 
+// Fragments of dQ on their way to global memory, in register order.
+template <int kCount>
+struct StagedFragments {
+  alignas(1024) float fragment[kCount][64 * 64];
+  Ring<kCount> ring;
+};
+
+template <>
+struct StagedFragments<0> {};
+
 template <class Config>
 struct PipelineStorage {
   static constexpr int kRows = Config::kTileQ;
@@ -119,15 +129,17 @@ struct PipelineStorage {
   Tile<Config::kTileK, Config::kPanelsV> v;
   Tile<kRows, Config::kPanels> q[Config::kStages];
   Tile<kRows, Config::kPanelsV> grad_o[Config::kStages];
-  Tile<kRows, 1> dS[Config::kStages];
+  Tile<kRows, 1> dS[Config::kScoreGradStages];
   uint4 P[4][kWarpgroup];  // fp16, thread to thread: both warpgroups hold the same elements
   alignas(256) std::uint32_t ones[prim::kOnesTileBytes / 4];
   RowTerms<kRows> lse[Config::kStages];
   RowTerms<kRows> delta[Config::kStages];
   Ring<1> key, value;
   WorkQueue work;
-  Ring<Config::kStages> query, grad, ds;
+  Ring<Config::kStages> query, grad;
+  Ring<Config::kScoreGradStages> ds;
   prim::Mbarrier p_full, p_empty;
+  StagedFragments<Config::kStagedPanels> dQ;
 };
 
 // Dynamic shared memory starts 16-byte aligned; the slack lets the kernels align their storage.

@@ -145,8 +145,12 @@ class BackwardCall {
     params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
     params.lse_head_stride = forward_.packed_q ? forward_.total_q : forward_.seqlen_q;
     params.lse_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q * forward_.heads_q;
-    common::prepare_rows<Config::kDType, Config::kTileQ, kRowThreads>
-        <<<core::max_of(row_blocks(), 1), common::kPrepareThreads, 0, stream_>>>(params);
+    constexpr auto kKernel = common::prepare_rows<Config::kDType, Config::kTileQ, kRowThreads>;
+    const int blocks = core::max_of(row_blocks(), 1);
+    if (problem_.deterministic && key_work_ > 0) {  // beside the last blocks of bound_keys
+      return launch_early("prepare_rows", kKernel, blocks, common::kPrepareThreads, 0, params);
+    }
+    kKernel<<<blocks, common::kPrepareThreads, 0, stream_>>>(params);
     return cuda::check(cudaGetLastError(), "prepare_rows");
   }
 
@@ -261,13 +265,14 @@ class BackwardCall {
   Status finish() const {
     using common::SumFormat;
     constexpr SumFormat kFormat = kSum == SumKind::floating ? SumFormat::f32
-                                  : Config::kTileK == 128   ? SumFormat::i32
+                                  : Config::kBulkAdds       ? SumFormat::i32
                                                             : SumFormat::i32x2;
     common::FinishParams params;
     params.pass = row_pass(kSum);
     params.grad_q = tensors_.grad_q;
     params.grad_q_layout = problem_.grad_q;
     params.head_dim = static_cast<int>(forward_.head_dim);
+    params.tile_k = Config::kTileK;
     params.rows_split = Config::kTileQ == 128;
     const int fragments = dq_tile_floats_ / common::kFragmentFloats;
     return launch_early("finish_rows", common::finish_rows<Config::kDType, kFormat>,
@@ -308,16 +313,18 @@ class BackwardCall {
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
 Status launch_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
                        void* stream) {
-  using Config = BackwardConfig<kDType, kHeadDim, kHeadDimV>;
-  static_assert(Config::kTileQ == backward_tile_q(kHeadDim));
-  static_assert(Config::kTileK == backward_tile_k(kHeadDim));
+  using Floating = BackwardConfig<kDType, kHeadDim, kHeadDimV, SumKind::floating>;
+  using Integer = BackwardConfig<kDType, kHeadDim, kHeadDimV, SumKind::integer>;
+  static_assert(Floating::kTileQ == backward_tile_q(kHeadDim));
+  static_assert(Floating::kTileK == backward_tile_k(kHeadDim));
+  static_assert(Integer::kTileQ == Floating::kTileQ && Integer::kTileK == Floating::kTileK);
   const cuda::DeviceGuard device(plan.device.device.index);
   if (!device.status().ok()) {
     return device.status();
   }
   const BackwardCall call(plan, tensors, workspace, static_cast<cudaStream_t>(stream));
-  return plan.problem.deterministic ? call.run<Config, kMask, SumKind::integer>()
-                                    : call.run<Config, kMask, SumKind::floating>();
+  return plan.problem.deterministic ? call.run<Integer, kMask, SumKind::integer>()
+                                    : call.run<Floating, kMask, SumKind::floating>();
 }
 
 }  // namespace pantile::hopper

@@ -50,6 +50,7 @@ FILE_OF_SUITE = {
     "Hadamard": "test_hadamard.cc",
     "Heads": "test_sequence.cc",
     "Integer": "test_integer.cc",
+    "IntegerSum": "test_integer_sum.cc",
     "Pages": "test_sequence.cc",
     "Philox": "test_philox.cc",
     "Scaling": "test_scaling.cc",
@@ -62,6 +63,48 @@ FILE_OF_SUITE = {
 
 # header: (test, original, replacement)
 LISTED = {
+    "integer_sum.h": [
+        (
+            "IntegerSum.SmallTermsAreRoundedToNearest",
+            "kHeldOffset = 3.0f;",
+            "kHeldOffset = 2.5f;",
+        ),
+        (
+            "IntegerSum.OneTermOutOfRangeShowsAmongMany",
+            "(bits & 0xff800000u)",
+            "(bits & 0x7f800000u)",
+        ),
+        (
+            "IntegerSum.LargeTermsAreFoundAndKeepTheirTopBits",
+            "fmaf(held, 0x1p26f, -kHeldOffset * 0x1p26f)",
+            "held * 0x1p26f",
+        ),
+        (
+            "IntegerSum.NoTermIsHeldAsZero",
+            "kHeldScale = 0x1.000002p-22f;",
+            "kHeldScale = 0x1p-22f;",
+        ),
+        (
+            "IntegerSum.RoundingOfLargeTermsHasNoBias",
+            "fmaf(held, 0x1p-4f,",
+            "fmaf(held, 0x1.000002p-4f,",
+        ),
+        (
+            "IntegerSum.OneTermOutOfRangeShowsAmongMany",
+            "return bits < 0x800000u;",
+            "return bits < 0x80000000u;",
+        ),
+        (
+            "IntegerSum.SmallTermsSurviveTheConversionsOfLargeOnes",
+            "float_bits(held) * 16 - 15 * kHeldZero",
+            "float_bits(held) * 16 - 16 * kHeldZero",
+        ),
+        (
+            "IntegerSum.SumsDoNotDependOnTheOrder",
+            "words - terms * kHeldZero",
+            "words - kHeldZero",
+        ),
+    ],
     "tensor_emulation.h": [
         (
             "TensorSoftmax.ProductsAreCutBelowTheLargestTerm",

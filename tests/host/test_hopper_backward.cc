@@ -54,6 +54,40 @@ TEST(HopperBackward, AttendedPartCutsExactlyWhatSeesNothing) {
   }
 }
 
+// finish_rows takes away a constant for every addition to an integer sum of dQ: tiles of keys that
+// visit a tile of rows are as many as plan_row_tile() says, for every attended part.
+TEST(HopperBackward, ATileOfRowsIsVisitedByTheTilesOfKeysThatItsRowsSee) {
+  const int sides[] = {0, 1, 2, 5, 9, core::kNoBound};
+  for (int rows = 1; rows <= 17; ++rows) {
+    for (int keys = 1; keys <= 17; ++keys) {
+      for (const int left : sides) {
+        for (const int right : sides) {
+          const core::Mask mask = common::attended_part(core::Mask{rows, keys, left, right}).mask;
+          for (const int tile_q : {1, 2, 4, 8}) {
+            for (const int tile_k : {2, 4, 8}) {
+              std::vector<int> visits(static_cast<std::size_t>(rows + 1), 0);
+              for (int begin = 0; begin < mask.keys; begin += tile_k) {
+                const core::Span span{begin, core::min_of(begin + tile_k, mask.keys)};
+                const core::Span seen = core::plan_key_tile(mask, span, tile_q).visit;
+                for (int tile = seen.begin; tile < seen.end; ++tile) {
+                  ++visits[static_cast<std::size_t>(tile)];
+                }
+              }
+              for (int begin = 0; begin < mask.rows; begin += tile_q) {
+                const core::Span span{begin, core::min_of(begin + tile_q, mask.rows)};
+                ASSERT_EQ(core::plan_row_tile(mask, span, tile_k).visit.size(),
+                          visits[static_cast<std::size_t>(begin / tile_q)])
+                    << rows << " x " << keys << " (" << left << ", " << right << ") tiles "
+                    << tile_q << " x " << tile_k << " at row " << begin;
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(HopperBackward, TileNumbersOfPackedSequencesNeverOverlap) {
   std::uint32_t state = 1;
   const auto random = [&state](int below) {

@@ -1,0 +1,164 @@
+// Stage 6 of the backward pipeline: dQ = dS K, added into global memory.
+#pragma once
+
+#include "hopper/backward_accumulator.cuh"
+#include "hopper/backward_storage.cuh"
+#include "hopper/backward_sum.cuh"
+#include "prim/grid_dependency.cuh"
+#include "prim/tma.cuh"
+#include "prim/wgmma.cuh"
+
+namespace pantile::hopper::pipeline {
+
+// A warpgroup multiplies, 64 columns at a time. Fragments go from its registers into global memory,
+// or where shared memory allows it (Config::kBulkAdds) to an adder.
+template <class Config, SumKind kSum>
+class QueryGradients {
+ public:
+  using Storage = PipelineStorage<Config>;
+
+  PANTILE_DEVICE QueryGradients(Storage& storage, const BackwardParams& params)
+      : storage_(storage),
+        params_(params),
+        dS_(prim::descriptor(prim::shared_address(storage.dS))),
+        k_columns_(prim::descriptor(prim::shared_address(&storage.k))) {}
+
+  PANTILE_DEVICE void run() {
+    prim::wait_for_previous_grid();  // it sets the sums to zero
+    WorkReader work(storage_.work);
+    while (const KeyTile* key_tile = work.next()) {
+      const int begin = prim::uniform(key_tile->rows.begin);
+      const int end = prim::uniform(key_tile->rows.end);
+      if (begin < end) {
+        prim::wait(storage_.key.full[0], keys_.parity);
+        keys_.advance();
+        const int first_head = prim::uniform(key_tile->key_head) * params_.group;
+        const int first_number = prim::uniform(key_tile->first_row_tile);
+#pragma unroll 1
+        for (int g = 0; g < params_.group; ++g) {
+          const std::int64_t index = (first_head + g) * params_.row_tile_count + first_number;
+#pragma unroll 1
+          for (int tile = begin; tile < end; ++tile) {
+            add_tile(index + tile);
+          }
+        }
+        release(storage_.key.empty[0]);
+      }
+      __syncwarp();
+      work.done(prim::lane_index() == 0);
+    }
+  }
+
+ private:
+  static constexpr int kFragment = 64 * 64;
+  static constexpr int kTileFloats = Config::kPanels * kFragment;
+
+  // `index` of the tile of rows: [head][number].
+  PANTILE_DEVICE void add_tile(std::int64_t index) {
+    float row_scale[2] = {};
+    if constexpr (kSum == SumKind::integer) {
+      const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + prim::lane_index() / 4;
+      const uint4* terms = params_.lse_terms + index * Config::kTileQ + row;
+      row_scale[0] = Config::kBulkAdds ? held_scale(terms[0]) : __uint_as_float(terms[0].z);
+      row_scale[1] = Config::kBulkAdds ? held_scale(terms[8]) : __uint_as_float(terms[8].z);
+    }
+    float* fragment = params_.dq_sum + index * kTileFloats;
+    prim::wait(storage_.ds.full[cursor_.stage], cursor_.parity);
+    const std::uint32_t a = dS_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.dS[0]));
+    // Unrolled, ptxas keeps several slices in registers and serialises all products (C7512).
+#pragma unroll 1
+    for (int panel = 0; panel < Config::kPanels; ++panel) {
+      float dQ[32];
+      const std::uint32_t b = k_columns_ + panel * prim::descriptor_step(storage_.k.kPanelBytes);
+      prim::wgmma_fence();
+      prim::wgmma_ss_write<Config::kDType, prim::Major::k, prim::Major::mn>(dQ, a, b);
+#pragma unroll
+      for (int k = 1; k < Config::kTileK / 16; ++k) {
+        prim::wgmma_ss<Config::kDType, prim::Major::k, prim::Major::mn>(
+            dQ, a + prim::descriptor_step(k * 32), b + prim::descriptor_step(k * 2048));
+      }
+      prim::wgmma_commit();
+      prim::wgmma_wait<0>();
+      prim::pin(dQ);
+      if (panel == Config::kPanels - 1) {
+        release(storage_.ds.empty[cursor_.stage]);
+      }
+      if constexpr (Config::kBulkAdds) {
+        send_fragment(dQ, row_scale);
+      } else {
+        add_fragment<kSum>(fragment + panel * kFragment, dQ, row_scale);
+      }
+    }
+    cursor_.advance();
+  }
+
+  PANTILE_DEVICE void send_fragment(float (&dQ)[32], const float (&row_scale)[2]) {
+    prim::wait(storage_.dQ.ring.empty[staged_.stage], staged_.parity ^ 1);
+    stage_fragment<kSum>(storage_.dQ.fragment[staged_.stage], dQ, row_scale);
+    arrive_warp(storage_.dQ.ring.full[staged_.stage]);
+    staged_.advance();
+  }
+
+  Storage& storage_;
+  const BackwardParams& params_;
+  const std::uint32_t dS_, k_columns_;
+  StageCursor<Config::kScoreGradStages> cursor_;
+  StageCursor<1> keys_;
+  StageCursor<Config::kBulkAdds ? Config::kPanels : 1> staged_;
+};
+
+// Adds staged fragments of integers into global memory; one thread. While one addition reads its
+// fragment the next one is requested.
+template <class Config>
+class FragmentAdder {
+ public:
+  using Storage = PipelineStorage<Config>;
+
+  PANTILE_DEVICE FragmentAdder(Storage& storage, const BackwardParams& params)
+      : storage_(storage), params_(params) {}
+
+  PANTILE_DEVICE void run() {
+    prim::wait_for_previous_grid();  // it sets the sums to zero
+    WorkReader work(storage_.work);
+    while (const KeyTile* key_tile = work.next()) {
+      for (int g = 0; g < params_.group; ++g) {
+        const int head = key_tile->key_head * params_.group + g;
+        const std::int64_t index = head * params_.row_tile_count + key_tile->first_row_tile;
+        for (int tile = key_tile->rows.begin; tile < key_tile->rows.end; ++tile) {
+          float* to = params_.dq_sum + (index + tile) * (Config::kPanels * kFragment);
+          for (int panel = 0; panel < Config::kPanels; ++panel) {
+            add(to + panel * kFragment);
+          }
+        }
+      }
+      work.done(true);
+    }
+    prim::bulk_wait<0>();
+  }
+
+ private:
+  static constexpr int kFragment = 64 * 64;
+
+  PANTILE_DEVICE void add(float* to) {
+    prim::wait(storage_.dQ.ring.full[cursor_.stage], cursor_.parity);
+    prim::fence_async_proxy();  // the fragment was written by ordinary stores
+    prim::bulk_add_u32(reinterpret_cast<std::uint32_t*>(to), storage_.dQ.fragment[cursor_.stage],
+                       kFragment * 4);
+    prim::bulk_commit();
+    prim::bulk_wait_read<1>();  // the one before
+    if (requested_) {
+      prim::arrive(storage_.dQ.ring.empty[previous_]);
+    }
+    previous_ = cursor_.stage;
+    requested_ = true;
+    cursor_.advance();
+  }
+
+  Storage& storage_;
+  const BackwardParams& params_;
+  StageCursor<Config::kPanels> cursor_;
+  int previous_ = 0;
+  bool requested_ = false;
+};
+
+}  // namespace pantile::hopper::pipeline
