@@ -12,11 +12,16 @@ DETERMINISTIC = f"{OURS}, deterministic"
 AIMED = {64: 0.92, 128: 0.92, 256: 0.80}  # of the ordinary mode's speed
 AIMED_FROM = 4096  # keys
 CELLS = RESULTS / "h200_backward.jsonl"
+MORE_CELLS = RESULTS / "h200_backward_d96_d192.jsonl"
 VARIANTS = RESULTS / "h200_backward_variants.jsonl"
 
 
 def cells(page: pathlib.Path) -> list[str]:
     return speed.cells(CELLS, "backward", page)
+
+
+def more_cells(page: pathlib.Path) -> list[str]:
+    return speed.cells(MORE_CELLS, "backward", page)
 
 
 def deterministic(page: pathlib.Path) -> list[str]:
@@ -78,6 +83,31 @@ def variants(page: pathlib.Path) -> list[str]:
         ]
         out += [*table([title, *(c["case"] for c in columns)], rows), ""]
     return out[:-1]
+
+
+def conversions(page: pathlib.Path) -> list[str]:
+    """How dQ is made integer: the deterministic mode's share of the ordinary mode's speed."""
+    lines = lines_of(VARIANTS)
+    names = {line["variant"]: line["what"] for line in lines if line["kind"] == "variant"}
+    shares: dict[str, dict[str, float]] = {}
+    for line in lines:
+        if line["kind"] == "share":
+            share = line["deterministic"] / line["ordinary"]
+            shares.setdefault(line["variant"], {})[line["case"]] = share
+    out = [
+        "Share of the ordinary mode's speed, both modes interleaved in one process a row "
+        f"({link(VARIANTS, page)}):"
+    ]
+    cases = dict.fromkeys(case for row in shares.values() for case in row)
+    for head_dim in dict.fromkeys(case.split()[0] for case in cases):
+        columns = [case for case in cases if case.split()[0] == head_dim]
+        rows = [
+            [names[variant], *(f"{row[c]:.3f}" if c in row else "-" for c in columns)]
+            for variant, row in shares.items()
+            if any(c in row for c in columns)
+        ]
+        out += ["", *table(["conversion", *columns], rows)]
+    return out
 
 
 def stalls(page: pathlib.Path) -> list[str]:
