@@ -1,100 +1,139 @@
 // The online softmax of the two rows a thread shares with its quad, in base 2 (core/softmax_state.h
-// has the algebra). Scores stay unscaled: exp2(S * scale_log2 - max * scale_log2) is one FFMA and
-// one EX2. scale_log2 is positive.
+// has the algebra). Scores stay unscaled: P = exp2(S * scale_log2 - shift) is one FFMA and one EX2.
+// scale_log2 is positive.
 //
-// A row's maximum is raised only when it grew by more than `slack`; until then the old one goes on
-// being subtracted from scores and used in the LSE, so the result is exact, and O is rarely
-// rescaled (measured: +3 to +6 %). So the old maximum is nearly always still the right one, and
-// nothing has to wait for the new: a step guesses that it is. Order of a step:
-//   1. guess      the first exponentials with the old maxima, while the new ones are being found
-//   2. correct    only if some row of the warp grew by more than the slack: raise, do 1 again
-//   3. finish     the other exponentials, and the row sums
-//   4. rescale O  after a correction, somewhere when O is not in flight
-// The first step of a row has no old maximum: `start` instead of 1 and 2. The guess takes the
-// maxima, 230 of a step's 830 cycles, out of the chain of dependent instructions.
+// Any shift gives the exact result, as long as P and the sums neither overflow nor vanish; it need
+// not be the row's maximum. The first step of a row takes the largest of its first scores, which is
+// at most the maximum, so that nothing vanishes. Overflow shows in the sum of a step's P, which is
+// computed anyhow: only when that is too large (or NaN) somewhere in a warp does the warp look for
+// the true maximum, and do the step again. So a step nearly always does without a maximum: 72
+// instructions of 370 less, and no exchange between lanes. Order of a step:
+//   1. start     the shift; a row's first step only
+//   2. open      the shift of rows whose first keys come in a later step; steps with a mask only
+//   3. exponentiate  P of the first scores, as many as fill the wait for the product before
+//   4. finish    P of the others, 16-bit P, the sums of the step; do they hold?
+//   5. correct   only if they do not: the maximum, P and the sums again; O shrinks by `factor`
+//   6. add       the sums of the step
+// What a row does depends on its own scores only: a NaN that another row of the warp sees, or that
+// lies past its sequence, must not change a bit of it.
 #pragma once
 
 #include "attn/mask.cuh"
+#include "prim/convert.cuh"
 #include "prim/math.cuh"
 #include "tile/row_reduce.cuh"
 
 namespace pantile::attn {
 
-// The slack as a power of two: exp2 stays below 2^8 (65504 is the largest f16).
-inline constexpr float kLazyExponent = 8.0f;
+// A thread's share of a row's P in one step sums to no more than this, or the step is corrected.
+// The largest f16 is 65504; without an outlier a share sums to the number of its columns at most.
+inline constexpr float kLargestStepSum = 16384.0f;
 
 template <int kCount>
 struct OnlineSoftmax {
-  // Independent chains of each row's maximum and sum; more do not help, one costs 2-5 %.
+  // Independent chains of each row's sum; more do not help, one costs 2-5 %.
   static constexpr int kChains = 2;
   static constexpr int kColumnGroups = kCount / 4;  // of 8 columns
+  static constexpr int kSteps = kCount / 8;         // of 16 columns: of the product with V
+  static constexpr int kStartGroups = 4;            // that the first shift comes from
 
-  float row_max[2];  // unscaled; -inf before the row has seen a key
+  float shift[2];    // a score times scale_log2; -inf before the row has seen a key
   float row_sum[2];  // of this thread's columns only
+  float step_sum[2];
   float factor[2];   // by which a correction shrinks O
-  float shift[2];    // row_max * scale_log2, or 0 for a row that has seen nothing
+  float row_max[2];  // of this thread's columns only, unscaled; by note_max
 
   // The first scores of a row.
   PANTILE_DEVICE void start(const float (&S)[kCount], float scale_log2) {
-    find_max(S, row_max);
+    find_max<kStartGroups>(S, shift);
+    tile::quad_max(shift);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      shift[i] = reference(row_max[i]) * scale_log2;
+      shift[i] *= scale_log2;
       row_sum[i] = 0.0f;
+      row_max[i] = kMaskedScore;
     }
   }
 
-  // P of the first `kAhead` groups of columns if no row's maximum grew by more than `slack`; and
-  // the largest scores. False: some row's did, or has seen its first key.
-  template <int kAhead>
-  PANTILE_DEVICE bool guess(const float (&S)[kCount], float (&P)[4 * kAhead], float (&largest)[2],
-                            float scale_log2, float slack) const {
-    const float limit[2] = {row_max[0] + slack, row_max[1] + slack};
-    exponentiate_to(P, S, scale_log2);
-    find_max(S, largest);
-    const bool right = largest[0] <= limit[0] && largest[1] <= limit[1];
-    return !__any_sync(prim::kAllLanes, !right);
+  // Rows that had nothing to see in the steps before, and do now.
+  PANTILE_DEVICE void open(const float (&S)[kCount], float scale_log2) {
+    const bool unseen = shift[0] == kMaskedScore || shift[1] == kMaskedScore;
+    if (__any_sync(prim::kAllLanes, unseen)) {
+      float largest[2];
+      find_max<kColumnGroups>(S, largest);
+      tile::quad_max(largest);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        shift[i] = shift[i] == kMaskedScore ? largest[i] * scale_log2 : shift[i];
+      }
+    }
   }
 
-  // After a wrong guess.
-  template <int kAhead>
-  PANTILE_DEVICE void correct(const float (&S)[kCount], float (&P)[4 * kAhead],
-                              const float (&largest)[2], float scale_log2, float slack) {
+  // For the largest logit, which nothing else needs.
+  PANTILE_DEVICE void note_max(const float (&S)[kCount]) {
+    float largest[2];
+    find_max<kColumnGroups>(S, largest);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float old = row_max[i];
-      row_max[i] = largest[i] <= old + slack ? old : fmaxf(largest[i], old);
-      factor[i] = prim::exp2_approx((old - reference(row_max[i])) * scale_log2);
-      shift[i] = reference(row_max[i]) * scale_log2;
+      row_max[i] = fmaxf(row_max[i], largest[i]);
+    }
+  }
+
+  // What P is computed with. Under a mask rows may have seen nothing yet, and still see nothing:
+  // then P must be 0, not NaN.
+  template <bool kMasked>
+  PANTILE_DEVICE float base(int i) const {
+    return kMasked && shift[i] == kMaskedScore ? 0.0f : shift[i];
+  }
+
+  // P of the first groups of 8 columns.
+  template <bool kMasked, int kElements>
+  PANTILE_DEVICE void exponentiate(float (&P)[kElements], const float (&S)[kCount],
+                                   float scale_log2) const {
+    const float bases[2] = {base<kMasked>(0), base<kMasked>(1)};
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      P[e] = weight(S[e], scale_log2, bases[e / 2 % 2]);
+    }
+  }
+
+  // All of P in 16 bits, the first kAhead groups from `ahead`, and its sums. False: wrong, because
+  // in some row of the warp the shift is too small, or (without a mask) it has seen its first key,
+  // or there is NaN.
+  template <DType kDType, bool kMasked, int kAhead>
+  PANTILE_DEVICE bool finish(std::uint32_t (&P)[kSteps][4], const float (&ahead)[4 * kAhead],
+                             const float (&S)[kCount], float scale_log2) {
+    const float bases[2] = {base<kMasked>(0), base<kMasked>(1)};
+    convert<kDType>(P, [&](int e) {
+      return e < 4 * kAhead ? ahead[e < 4 * kAhead ? e : 0]
+                            : weight(S[e], scale_log2, bases[e / 2 % 2]);
+    });
+    return !__any_sync(prim::kAllLanes, !(holds(0) && holds(1)));
+  }
+
+  // After a finish that did not hold.
+  template <DType kDType>
+  PANTILE_DEVICE void correct(std::uint32_t (&P)[kSteps][4], const float (&S)[kCount],
+                              float scale_log2) {
+    float largest[2], wrong[2] = {holds(0) ? 0.0f : 1.0f, holds(1) ? 0.0f : 1.0f};
+    find_max<kColumnGroups>(S, largest);
+    tile::quad_max(largest);
+    tile::quad_max(wrong);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float old = shift[i];
+      shift[i] = wrong[i] > 0.0f ? fmaxf(old, largest[i] * scale_log2) : old;
+      factor[i] = wrong[i] > 0.0f ? prim::exp2_approx(old - base<true>(i)) : 1.0f;
       row_sum[i] *= factor[i];
     }
-    exponentiate_to(P, S, scale_log2);
+    const float bases[2] = {base<true>(0), base<true>(1)};
+    convert<kDType>(P, [&](int e) { return weight(S[e], scale_log2, bases[e / 2 % 2]); });
   }
 
-  // S becomes P from group `kFrom` on (the groups before are P already); adds P to the row sums.
-  template <int kFrom>
-  PANTILE_DEVICE void finish(float (&S)[kCount], float scale_log2) {
-    exponentiate<kFrom, kColumnGroups>(S, scale_log2);
+  PANTILE_DEVICE void add() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float sum[kChains] = {S[2 * i], S[2 * i + 1]};
-#pragma unroll
-      for (int j = 1; j < kColumnGroups; ++j) {
-#pragma unroll
-        for (int c = 0; c < kChains; ++c) {
-          sum[c] += S[4 * j + 2 * i + c];
-        }
-      }
-      row_sum[i] += sum[0] + sum[1];
-    }
-  }
-
-  // S becomes P in the groups kBegin..kEnd - 1, both rows interleaved.
-  template <int kBegin, int kEnd>
-  PANTILE_DEVICE void exponentiate(float (&S)[kCount], float scale_log2) const {
-#pragma unroll
-    for (int e = 4 * kBegin; e < 4 * kEnd; ++e) {
-      S[e] = prim::exp2_approx(fmaf(S[e], scale_log2, -shift[e / 2 % 2]));
+      row_sum[i] += step_sum[i];
     }
   }
 
@@ -107,29 +146,47 @@ struct OnlineSoftmax {
   }
 
  private:
-  static PANTILE_DEVICE float reference(float max) { return max == kMaskedScore ? 0.0f : max; }
+  static PANTILE_DEVICE float weight(float score, float scale_log2, float shift) {
+    return prim::exp2_approx(fmaf(score, scale_log2, -shift));
+  }
 
-  template <int kElements>
-  PANTILE_DEVICE void exponentiate_to(float (&P)[kElements], const float (&S)[kCount],
-                                      float scale_log2) const {
+  // False also for NaN.
+  PANTILE_DEVICE bool holds(int i) const { return step_sum[i] <= kLargestStepSum; }
+
+  // P of element e from `weight_of(e)`, to 16 bits; and the sums of the step.
+  template <DType kDType, class WeightOf>
+  PANTILE_DEVICE void convert(std::uint32_t (&P)[kSteps][4], const WeightOf& weight_of) {
+    float sum[2][kChains];
 #pragma unroll
-    for (int e = 0; e < kElements; ++e) {
-      P[e] = prim::exp2_approx(fmaf(S[e], scale_log2, -shift[e / 2 % 2]));
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int e = 8 * step + 2 * r;
+        const float left = weight_of(e), right = weight_of(e + 1);
+        sum[r % 2][0] = e < 4 ? left : sum[r % 2][0] + left;
+        sum[r % 2][1] = e < 4 ? right : sum[r % 2][1] + right;
+        P[step][r] = prim::pack<kDType>(left, right);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      step_sum[i] = sum[i][0] + sum[i][1];
     }
   }
 
+  // Of the first kGroups groups of 8 columns, of this thread.
+  template <int kGroups>
   static PANTILE_DEVICE void find_max(const float (&S)[kCount], float (&max)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float chain[kChains];
 #pragma unroll
-      for (int j = 0; j < kColumnGroups; ++j) {
+      for (int j = 0; j < kGroups; ++j) {
         const float larger = fmaxf(S[4 * j + 2 * i], S[4 * j + 2 * i + 1]);
         chain[j % kChains] = j < kChains ? larger : fmaxf(chain[j % kChains], larger);
       }
       max[i] = fmaxf(chain[0], chain[1]);
     }
-    tile::quad_max(max);
   }
 };
 

@@ -24,8 +24,8 @@ struct ForwardConfig {
   // next tile's Q is already there, so that its first product starts while the last one of this
   // tile runs. With one, O lies in the stages of V: for head dims whose two Q buffers do not fit.
   int q_buffers;
-  // Groups of 8 keys whose exponentials a step computes with the old row maxima, while the new ones
-  // are being found: enough to fill that time. Each costs 4 registers.
+  // Groups of 8 keys whose exponentials a step computes before it waits for the product P V of the
+  // step before, in registers of their own: 4 each.
   int ahead_groups;
   // The wait for the product P V of the step before comes before that, not after it: at three math
   // warpgroups, where only the registers of the old P have room for it.
@@ -99,16 +99,17 @@ constexpr ForwardShapes forward_shapes(int head_dim, int head_dim_v, MaskKind ma
             !full};
   }
   if (head_dim <= 80 && head_dim_v <= 80) {  // one sixth less work than in the tiles of 96 columns
-    return {{80, 80, 128, 2, 3, 6, false}, {80, 80, 160, 2, 2, 4, false}, mask != MaskKind::window};
+    return {{80, 80, 128, 2, 3, 6, false}, {80, 80, 160, 2, 2, 4, false}, full};
   }
   if (head_dim <= 96 && head_dim_v <= 96) {
-    return {{96, 96, 128, 2, 3, 6, false}, {96, 96, 160, 2, 2, 4, false}, mask != MaskKind::window};
+    return {{96, 96, 128, 2, 3, 6, false}, {96, 96, 160, 2, 2, 4, false}, full};
   }
   if (head_dim <= 128 && head_dim_v <= 128) {
     // Without a mask the third Q buffer is worth less than a third stage of V.
-    const ForwardConfig main = full ? ForwardConfig{128, 128, 128, 2, 2, 6, false, false, 2, 3}
-                                    : ForwardConfig{128, 128, 128, 2, 3, 6, false};
-    return {main, {128, 128, 160, 2, 2, 4, false}, full};
+    return {full ? ForwardConfig{128, 128, 128, 2, 2, 6, false, false, 2, 3}
+                 : ForwardConfig{128, 128, 128, 2, 3, 6, false},
+            {},
+            false};
   }
   if (head_dim <= 192 && head_dim_v <= 128) {
     return {{192, 128, 128, 2, 1, 6, false}, {}, false};
@@ -120,16 +121,11 @@ constexpr ForwardShapes forward_shapes(int head_dim, int head_dim_v, MaskKind ma
 }
 
 // Does the second shape serve these lengths better?
-constexpr bool prefers_other_shape(int head_dim, MaskKind mask, std::int64_t seqlen_q,
-                                   std::int64_t seqlen_k) {
+constexpr bool prefers_other_shape(int head_dim, std::int64_t seqlen_q, std::int64_t seqlen_k) {
   if (head_dim <= 64) {
     return seqlen_q <= 1024;  // tiles of 128 rows waste less on the edge of the mask
   }
-  // More keys per step: fewer steps, but a larger ragged or masked end.
-  if (head_dim <= 96) {
-    return mask == MaskKind::full ? seqlen_k >= 2048 : seqlen_k >= 4096;
-  }
-  return seqlen_k >= 4096;
+  return seqlen_k >= 2048;  // more keys per step: fewer steps, but a larger ragged end
 }
 
 // A kernel's shape and mask as a type (nvcc 13.0 cannot launch a __global__ template that has a

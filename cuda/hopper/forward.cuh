@@ -21,6 +21,7 @@
 #include "hopper/forward_store.cuh"
 #include "hopper/roles.cuh"
 #include "hopper/storage.cuh"
+#include "prim/grid_dependency.cuh"
 #include "prim/registers.cuh"
 
 namespace pantile::hopper {
@@ -67,8 +68,13 @@ __global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
   const int warp = prim::uniform(static_cast<int>(threadIdx.x) / 32);
   if (threadIdx.x == 0) {
     init_storage<kConfig>(storage);
+    prim::prefetch_tensor_map(&maps.q);
+    prim::prefetch_tensor_map(&maps.k);
+    prim::prefetch_tensor_map(&maps.v);
   }
+  prim::allow_next_grid();
   __syncthreads();
+  prim::wait_for_previous_grid();
 
   if (warp < 4) {
     prim::shrink_registers<kConfig.producer_registers()>();

@@ -3,10 +3,10 @@
 //   1. wait for its turn; issue S = Q K^T of this step        (S: registers, fresh)
 //   2. issue O += P V of the step before                      (P, O: registers)
 //   3. pass the turn on; wait for S; free the stage of K; mask S if this tile needs it
-//   4. the first part of P = exp2(S - max) with the old row maxima, corrected if they grew much
+//   4. the first part of P = exp2(S - shift)
 //   5. wait for the next K (this also keeps the next wait where it is: ptxas moves it up over the
 //      exponentials unless a basic block ends here) and for O; free the stage of V
-//   6. the rest of P; convert P to 16 bits; rescale O if a maximum grew much
+//   6. the rest of P, in 16 bits; if its sums are too large, all of it again, and O made smaller
 // Between two tiles it runs on: step 1 of the next tile's first step goes with step 2 of the last.
 #pragma once
 
@@ -84,7 +84,7 @@ class MathWarpgroup {
   PANTILE_DEVICE void take_bounds() {
     const TileInfo& next = info(tile_);
     full_end_ = prim::uniform(next.full_end);
-    clear_tail_ = p_.zero_tail && prim::uniform(next.clear_tail) != 0;
+    clear_tail_ = prim::uniform(next.clear_tail) != 0;
     if constexpr (kMask == MaskKind::full) {
       keys_ = prim::uniform(next.keys);
     } else {
@@ -163,43 +163,34 @@ class MathWarpgroup {
     return kMask != MaskKind::full || visit_end_ > full_end_;
   }
 
-  // Both parts of the softmax of a tile's first step; O of the tile before may be in flight.
-  PANTILE_DEVICE void start_softmax() {
-    softmax_.start(S, p_.scale_log2);
-    if constexpr (!kOutputFirst) {
-      softmax_.template exponentiate<0, kAhead>(S, p_.scale_log2);
-    }
-    prim::pin(S);
-  }
-
-  PANTILE_DEVICE void finish_first_softmax() {
-    softmax_.template finish<kOutputFirst ? 0 : kAhead>(S, p_.scale_log2);
-    products_.set_p(S);
-  }
-
-  // The softmax of any other step. `before`: the use of V whose product is in flight.
+  // P of the scores and its sums. `before`: the use of V whose product is in flight; none is when a
+  // tile's first step runs alone.
+  template <bool kFirst, bool kMasked, bool kInFlight = true>
   PANTILE_DEVICE void softmax(std::uint32_t before, bool last) {
-    if constexpr (kOutputFirst) {
+    if (p_.max_logit != nullptr) {
+      softmax_.note_max(S);
+    }
+    if constexpr (kMasked) {
+      softmax_.open(S, p_.scale_log2);
+    }
+    if constexpr (kOutputFirst && kInFlight) {
       await_output(before, last);
     }
-    float guessed[4 * kAhead], largest[2];
-    const bool right =
-        softmax_.template guess<kAhead>(S, guessed, largest, p_.scale_log2, p_.slack);
-    if (!right) {
-      softmax_.template correct<kAhead>(S, guessed, largest, p_.scale_log2, p_.slack);
-    }
-#pragma unroll
-    for (int e = 0; e < 4 * kAhead; ++e) {
-      S[e] = guessed[e];
-    }
-    if constexpr (!kOutputFirst) {
+    float ahead[4 * kAhead];
+    softmax_.template exponentiate<kMasked>(ahead, S, p_.scale_log2);
+    if constexpr (!kOutputFirst && kInFlight) {
+      prim::pin(ahead);
       await_output(before, last);
     }
-    softmax_.template finish<kAhead>(S, p_.scale_log2);
-    products_.set_p(S);
-    if (!right) {
-      softmax_.rescale(O);
+    const bool holds =
+        softmax_.template finish<kDType, kMasked, kAhead>(products_.P, ahead, S, p_.scale_log2);
+    if (!holds) {
+      softmax_.template correct<kDType>(products_.P, S, p_.scale_log2);
+      if constexpr (!kFirst) {
+        softmax_.rescale(O);
+      }
     }
+    softmax_.add();
   }
 
   // Waits for the next K, unless this is the last step of its tile, and for O.
@@ -226,8 +217,7 @@ class MathWarpgroup {
       release(s_.q_empty[0]);
     }
     begin_tile();
-    start_softmax();
-    finish_first_softmax();
+    softmax<true, kMask != MaskKind::full, false>(0, false);
     if (visit_end_ - visit_begin() > 1) {
       wait_k(use_ + 1);
     }
@@ -240,6 +230,7 @@ class MathWarpgroup {
     if (first_is_masked()) {
       mask(visit_end_ - 1);
     }
+    softmax_.start(S, p_.scale_log2);
   }
 
   template <bool kMasked>
@@ -266,7 +257,7 @@ class MathWarpgroup {
     if constexpr (kMasked) {
       mask(key_tile);
     }
-    softmax(before, key_tile == visit_begin());
+    softmax<false, kMasked>(before, key_tile == visit_begin());
   }
 
   // All steps of a tile but the first: masked, unmasked, and for windows masked again.
@@ -325,9 +316,7 @@ class MathWarpgroup {
     prim::pin(S);
     release(s_.k_empty[buffer_of<kKStages>(use_)]);
     begin_tile();
-    start_softmax();
-    await_output(before, visit_end_ - visit_begin() == 1);
-    finish_first_softmax();
+    softmax<true, kMask != MaskKind::full>(before, visit_end_ - visit_begin() == 1);
     write_output(tile_ - 1, finished_buffer);
     return true;
   }

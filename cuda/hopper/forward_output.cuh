@@ -57,15 +57,18 @@ PANTILE_DEVICE void finish_rows(const ForwardParams& p, const TileInfo& done,
     const int row = first + 8 * i;
     if (p.lse != nullptr && (thread & 3) == 0 && row < done.rows) {
       p.lse[done.batch * p.lse_batch + done.head * p.lse_head + done.q_row + row] =
-          sum == 0.0f ? attn::kMaskedScore : softmax.row_max[i] * p.scale + __logf(sum);
+          sum == 0.0f ? attn::kMaskedScore
+                      : (softmax.shift[i] + prim::log2_approx(sum)) * core::kLn2;
     }
   }
   if (p.max_logit != nullptr) {
+    float row_max[2] = {softmax.row_max[0], softmax.row_max[1]};
+    tile::quad_max(row_max);
     int largest = attn::kSmallestLogit;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (first + 8 * i < done.rows) {
-        largest = max(largest, attn::row_logit_order(softmax.row_max[i] * p.scale, sums[i]));
+        largest = max(largest, attn::row_logit_order(row_max[i] * p.scale, sums[i]));
       }
     }
     attn::raise_max_logit(p.max_logit + std::int64_t{done.batch} * p.heads_q + done.head, largest);

@@ -8,7 +8,6 @@
 #include "hopper/storage.cuh"
 #include "prim/warp.cuh"
 #include "prim/wgmma.cuh"
-#include "tile/fragment.cuh"
 
 namespace pantile::hopper {
 
@@ -53,15 +52,14 @@ class Products {
 #pragma unroll
     for (int step = 0; step < kConfig.tile_k / 16; ++step) {
       const std::uint32_t b = v + prim::descriptor_step(step * 16 * tile::kPanelRowBytes);
-      prim::wgmma_rs<kDType, kMajorMN>(O, P_[step], b, step == 0 ? started : 1);
+      prim::wgmma_rs<kDType, kMajorMN>(O, P[step], b, step == 0 ? started : 1);
     }
     prim::wgmma_commit();
   }
 
-  // Converts P to 16 bits for the next issue_output. None may be in flight.
-  PANTILE_DEVICE void set_p(const float (&P)[kConfig.tile_k / 2]) {
-    tile::accumulator_to_operand<kDType>(P_, P);
-  }
+  // The operand of issue_output, which must not be in flight when it is written: columns 16 k to
+  // 16 k + 15 of the weights, rounded to 16 bits, are P[k] (prim/wgmma.cuh).
+  std::uint32_t P[kConfig.tile_k / 16][4];
 
  private:
   static constexpr prim::Major kMajorK = prim::Major::k, kMajorMN = prim::Major::mn;
@@ -78,7 +76,6 @@ class Products {
   }
 
   std::uint32_t q_, k_, v_;  // descriptors of the first buffer or stage
-  std::uint32_t P_[kConfig.tile_k / 16][4];
 };
 
 }  // namespace pantile::hopper

@@ -84,7 +84,6 @@ inline ForwardParams forward_params(const ForwardConfig& config, const ForwardPl
   params.v_panels = panels_per_copy(p.head_dim_v, config.v_tile().panels() * tile::kPanelColumns);
   params.scale = p.scale;
   params.scale_log2 = logit_scale(p.scale);
-  params.slack = p.wants_max_logit ? 0.0f : attn::kLazyExponent / params.scale_log2;
   params.lse = p.wants_lse ? t.lse : nullptr;
   params.lse_head = p.packed_q ? p.total_q : p.seqlen_q;
   params.lse_batch = p.packed_q ? 0 : p.heads_q * p.seqlen_q;
@@ -124,9 +123,18 @@ Status launch_forward_variant(const ForwardPlan& plan, const ForwardTensors& ten
     return status;
   }
   const ForwardParams params = forward_params(kConfig, plan, tensors, workspace);
-  kernel<<<dim3(static_cast<unsigned>(plan.blocks)), dim3(kConfig.threads()),
-           kConfig.shared_bytes(), stream>>>(maps, params);
-  return cuda::check(cudaGetLastError(), "launching the Hopper forward");
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
+  config.blockDim = dim3(kConfig.threads());
+  config.dynamicSmemBytes = kConfig.shared_bytes();
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cuda::check(cudaLaunchKernelEx(&config, kernel, maps, params),
+                     "launching the Hopper forward");
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>

@@ -110,8 +110,7 @@ void configure_forward(ForwardPlan* plan) {
   const KernelInfo& row = *plan->kernel;
   const ForwardProblem& p = plan->problem;
   const ForwardShapes shapes = forward_shapes(row.head_dim, row.head_dim_v, row.mask);
-  const bool other =
-      shapes.has_other && prefers_other_shape(row.head_dim, row.mask, p.seqlen_q, p.seqlen_k);
+  const bool other = shapes.has_other && prefers_other_shape(row.head_dim, p.seqlen_q, p.seqlen_k);
   const ForwardConfig& config = other ? shapes.other : shapes.main;
   plan->tile_q = config.tile_q();
   plan->tile_k = config.tile_k;

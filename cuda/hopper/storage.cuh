@@ -37,7 +37,6 @@ struct ForwardParams {
   MapSteps q_steps, k_steps, o_steps;  // V is stepped like K
   int qk_panels, v_panels;             // that one copy moves: of Q and K; of V and O
   float scale, scale_log2;
-  float slack;  // of the row maxima, in unscaled scores (attn/softmax.cuh)
 
   float* lse;                        // null when not wanted
   std::int64_t lse_batch, lse_head;  // distances; 0 batch for packed

@@ -3,10 +3,7 @@
 //   value[4 j + 2 i + c]  =  D[row + 8 i][8 j + column + c],   i, c in {0, 1}
 #pragma once
 
-#include <cstdint>
-
-#include "pantile/dtype.h"
-#include "prim/convert.cuh"
+#include "prim/address.cuh"
 
 namespace pantile::tile {
 
@@ -20,20 +17,6 @@ PANTILE_DEVICE int fragment_row(int warp_in_group, int lane) {
 // Column of register c = 0 inside each group of 8.
 PANTILE_DEVICE int fragment_column(int lane) {
   return 2 * (lane & 3);
-}
-
-// An accumulator rounded to 16 bits as the A operand of the next product: no data moves between
-// threads, columns 16 k..16 k + 15 become A[k].
-template <DType kDType, int kSteps>
-PANTILE_DEVICE void accumulator_to_operand(std::uint32_t (&A)[kSteps][4],
-                                           const float (&D)[8 * kSteps]) {
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      A[k][r] = prim::pack<kDType>(D[8 * k + 2 * r], D[8 * k + 2 * r + 1]);
-    }
-  }
 }
 
 }  // namespace pantile::tile

@@ -99,9 +99,11 @@ def test_row_serves_smaller_head_dims(compiled_row):
     check_row(compiled_row, case, row_target(compiled_row))
 
 
-def test_row_with_moving_maxima(compiled_row):
+@pytest.mark.parametrize("outliers", [False, True], ids=["ramp", "outliers"])
+def test_row_with_moving_maxima(compiled_row, outliers):
     """Along the keys the scores of every other row rise by far more than rounding or a lazy maximum
-    forgives, those of the others fall: whichever way a kernel walks, some maxima grow each step."""
+    forgives, those of the others fall: whichever way a kernel walks, some maxima grow each step.
+    Or they jump at single keys, so that no part of a step tells of the rest."""
     if compiled_row["pass"] != "forward":
         pytest.skip("a matter of the forward")
     for arguments in row_masks(compiled_row):
@@ -109,10 +111,10 @@ def test_row_with_moving_maxima(compiled_row):
         sign = torch.ones(case.q.shape[1], 1, dtype=case.q.dtype, device=case.q.device)
         sign[::2] = -1
         case.q[..., 0] = sign
-        ramp = (
-            torch.linspace(0, 100, case.k.shape[1], dtype=torch.float64) * case.q.shape[-1] ** 0.5
-        )
-        case.k[..., 0] = ramp.to(case.k)[:, None]
+        heights = torch.linspace(0, 100, case.k.shape[1], dtype=torch.float64)
+        if outliers:
+            heights = 100.0 * (torch.arange(case.k.shape[1]) % 97 == 37)
+        case.k[..., 0] = (heights * case.q.shape[-1] ** 0.5).to(case.k)[:, None]
         check_forward(case, row_target(compiled_row))
 
 
