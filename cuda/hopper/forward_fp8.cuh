@@ -24,13 +24,14 @@ namespace pantile::hopper {
 template <Fp8Config kConfig>
 PANTILE_DEVICE void init_storage(Fp8Storage<kConfig>& s) {
   constexpr int kMathWarps = 4 * kConfig.math_warpgroups;
+  constexpr int kMathThreads = kWarpgroupThreads * kConfig.math_warpgroups;
   for (int i = 0; i < kConfig.q_buffers; ++i) {
     prim::init(s.q_full[i], 1);
-    prim::init(s.q_empty[i], kMathWarps);
+    prim::init(s.q_empty[i], kMathThreads);
   }
   for (Fp8Stage& stage : s.stages) {
     prim::init(stage.k_full, 1);
-    prim::init(stage.k_empty, kMathWarps);
+    prim::init(stage.k_empty, kMathThreads);
     prim::init(stage.v_full, 1);
     prim::init(stage.v_empty, kMathWarps);
   }

@@ -46,7 +46,7 @@ class Fp8MathWarpgroup {
         all_steps();
       } else {
         begin_tile();
-        release(s_.q_empty[buffer_of<kQ>(tile_)]);
+        prim::arrive(s_.q_empty[buffer_of<kQ>(tile_)]);
       }
       finish_tile();
     }
@@ -84,6 +84,7 @@ class Fp8MathWarpgroup {
     return s_.tiles[buffer_of<Fp8Config::kTiles>(tile_)];
   }
 
+  // Of what only products have read.
   PANTILE_DEVICE void release(prim::Mbarrier& barrier) {
     if (lane_ == 0) {
       prim::arrive(barrier);
@@ -245,7 +246,7 @@ class Fp8MathWarpgroup {
     Fp8Stage& stage = s_.stages[k_place_.stage];
     if constexpr (kConfig.q_in_registers) {
       load_q();
-      release(s_.q_empty[buffer_of<kQ>(tile_)]);
+      prim::arrive(s_.q_empty[buffer_of<kQ>(tile_)]);
     }
     take_stages();
     prim::wait(stage.k_full, k_place_.parity);
@@ -255,8 +256,7 @@ class Fp8MathWarpgroup {
     v_scale_ = stage.scales.v;
     prim::wgmma_wait<0>();
     prim::pin(S);
-    __syncwarp();  // all lanes have read the scales
-    release(stage.k_empty);
+    prim::arrive(stage.k_empty);  // every lane: each has read the scales
     release_single_q(step);
     const std::uint32_t scale = scale_of(k_scale);
     if (needs_mask(step)) {
@@ -277,8 +277,7 @@ class Fp8MathWarpgroup {
     issue_output(before);
     prim::wgmma_wait<1>();
     prim::pin(S);
-    __syncwarp();  // all lanes have read the scales
-    release(stage.k_empty);
+    prim::arrive(stage.k_empty);  // every lane: each has read the scales
     release_single_q(step);
     const std::uint32_t scale = scale_of(scales.k);
     if (kMask != MaskKind::full && needs_mask(step)) {
@@ -318,7 +317,7 @@ class Fp8MathWarpgroup {
   // no other tile, not even with its K and V.
   PANTILE_DEVICE void release_single_q(int step) {
     if (kQ == 1 && step == visit_begin_) {
-      release(s_.q_empty[0]);
+      prim::arrive(s_.q_empty[0]);
     }
   }
 
@@ -350,7 +349,7 @@ class Fp8MathWarpgroup {
       issue_output(P);
     }
     if constexpr (!kConfig.q_in_registers && kQ > 1) {
-      release(s_.q_empty[buffer_of<kQ>(tile_)]);
+      prim::arrive(s_.q_empty[buffer_of<kQ>(tile_)]);
     }
     prim::wgmma_wait<0>();
     prim::pin(sums_.D);
