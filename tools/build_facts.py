@@ -208,6 +208,8 @@ def main() -> None:
     p.add_argument("--call", action="store_true", help="time a call on this machine's GPU")
     p.add_argument("--out", type=pathlib.Path, default=FACTS)
     arguments = p.parse_args()
+    from pantile.bench import measure  # before a build of minutes, in case pantile is not there
+
     column = "CPU only"
     parts = {}  # what the source is said of -> figures
     if arguments.wheel is not None:
@@ -223,8 +225,6 @@ def main() -> None:
     facts = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     measured = {name: value for part in parts.values() for name, value in part.items()}
     facts = merge(facts, column, measured, json.loads(PUBLIC.read_text()))
-    from pantile.bench import measure
-
     for part in parts:
         where = processor() if "call" not in part else gpu()
         facts["sources"][part] = f"{where}, commit {measure.commit()}"
