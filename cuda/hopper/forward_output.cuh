@@ -3,6 +3,7 @@
 
 #include "attn/max_logit.cuh"
 #include "attn/softmax.cuh"
+#include "core/softmax_state.h"
 #include "hopper/config.h"
 #include "hopper/storage.cuh"
 #include "prim/convert.cuh"
