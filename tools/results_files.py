@@ -24,13 +24,20 @@ def speed_files() -> list[pathlib.Path]:
     ]
 
 
-def rows_of(kind: str) -> list[tuple[pathlib.Path, dict, dict]]:
-    """(file, its run, row) of all rows of a kind."""
+def files_of(kind: str) -> list[tuple[pathlib.Path, dict, list[dict]]]:
+    """(file, its run, its rows of a kind) of all files that have some."""
     found = []
     for path in sorted(RESULTS.glob("*.jsonl")):
         lines = lines_of(path)
-        found += [(path, lines[0], line) for line in lines if line["kind"] == kind]
+        rows = [line for line in lines if line["kind"] == kind]
+        if rows:
+            found.append((path, lines[0], rows))
     return found
+
+
+def rows_of(kind: str) -> list[tuple[pathlib.Path, dict, dict]]:
+    """(file, its run, row) of all rows of a kind."""
+    return [(path, run, row) for path, run, rows in files_of(kind) for row in rows]
 
 
 def table(columns: list[str], rows: list[list[str]]) -> list[str]:

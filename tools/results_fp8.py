@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 
-from results_files import RESULTS, link, rows_of, table
+from results_files import RESULTS, files_of, link, rows_of, table
 
 
 def number(x: float) -> str:
@@ -95,12 +95,11 @@ def training(page: pathlib.Path) -> list[str]:
 
 def steps(page: pathlib.Path) -> list[str]:
     """Forms of the kernel's step, each timed in turns with the prototype in one process."""
-    found = rows_of("fp8_step")
+    found = files_of("fp8_step")
     if not found:
         return ["Not measured yet."]
     lines = []
-    for path in dict.fromkeys(path for path, _, _ in found):
-        rows = [row for owner, _, row in found if owner == path]
+    for path, _, rows in found:
         cells = {(r["head_dim"], r["mask"], r["seqlen"], r["variant"]): r["tflops"] for r in rows}
         names = list(dict.fromkeys(r["variant"] for r in rows))
         body = []

@@ -8,7 +8,17 @@ import pathlib
 import sys
 
 import results_files
-from results_files import OURS, counter_cells, image, lines_of, link, mean, rows_of, table
+from results_files import (
+    OURS,
+    counter_cells,
+    files_of,
+    image,
+    lines_of,
+    link,
+    mean,
+    rows_of,
+    table,
+)
 
 
 def _io_model():
@@ -32,13 +42,11 @@ def megabytes(count: float) -> str:
 
 
 def memory(page: pathlib.Path) -> list[str]:
-    found = rows_of("memory")
+    found = files_of("memory")
     if not found:
         return ["Not measured yet."]
     out = []
-    for path in dict.fromkeys(path for path, _, _ in found):
-        mine = [(run, row) for p, run, row in found if p == path]
-        run = mine[0][0]
+    for path, run, mine in found:
         rows = [
             [
                 row["implementation"],
@@ -48,17 +56,16 @@ def memory(page: pathlib.Path) -> list[str]:
                 megabytes(row["matrix_bytes"]),
                 f"{row['peak_bytes'] / row['length']:,.0f}",
             ]
-            for _, row in mine
+            for row in mine
         ]
-        first = mine[0][1]
         out += [
             f"{run['device']}, commit {run['commit']} ({link(path, page)}): bf16, causal, one head "
-            f"of dim {first['head_dim']}, forward and backward; MiB.",
+            f"of dim {mine[0]['head_dim']}, forward and backward; MiB.",
             "",
             *table(["", "length", "peak", "model", "one N x N matrix", "peak bytes a token"], rows),
             "",
         ]
-        case = {row["implementation"]: row for _, row in mine if row["length"] == 32768}
+        case = {row["implementation"]: row for row in mine if row["length"] == 32768}
         if len(case) == 2:
             ours, textbook = case[OURS]["peak_bytes"], case["textbook"]["peak_bytes"]
             out += [
@@ -246,14 +253,13 @@ RESULTS_OF_A_CALL = ("o", "lse", "dq", "dk", "dv")
 
 def accuracy(page: pathlib.Path) -> list[str]:
     """RMSE of O case by case, and how every result compares with the textbook in the same type."""
-    found = rows_of("accuracy")
+    found = files_of("accuracy")
     if not found:
         return ["Not measured yet."]
     out = []
-    for path in dict.fromkeys(path for path, _, _ in found):
-        run = next(run for p, run, _ in found if p == path)
+    for path, run, rows in found:
         cells: dict[tuple, dict[str, dict]] = {}
-        for row in (row for p, _, row in found if p == path):
+        for row in rows:
             key = tuple(row[k] for k in CASE_KEYS)
             cells.setdefault(key, {})[row["implementation"]] = row["errors"]
         names = list(dict.fromkeys(name for values in cells.values() for name in values))
