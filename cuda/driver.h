@@ -3,9 +3,10 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 #include "pantile/status.h"
@@ -35,6 +36,31 @@ inline Status allow_shared_memory(const void* kernel, int bytes, int device,
     prepared.fetch_or(bit, std::memory_order_relaxed);
   }
   return status;
+}
+
+// A kernel's launch, without its arguments.
+struct Launch {
+  dim3 grid, block;
+  int shared_bytes = 0;  // dynamic
+  cudaStream_t stream = nullptr;
+  bool early = true;  // may start while the kernel before it drains (prim/grid_dependency.cuh)
+};
+
+// Ok, or "name: " and what CUDA says.
+template <class... Params>
+Status launch(const char* name, const Launch& how, void (*kernel)(Params...),
+              const Params&... params) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = how.grid;
+  config.blockDim = how.block;
+  config.dynamicSmemBytes = static_cast<std::size_t>(how.shared_bytes);
+  config.stream = how.stream;
+  config.attrs = &attribute;
+  config.numAttrs = how.early ? 1 : 0;
+  return check(cudaLaunchKernelEx(&config, kernel, params...), name);
 }
 
 // Makes a device current for its lifetime. Costs one query when it already is.

@@ -40,15 +40,15 @@ inline bool forward_tiles_fit(const ForwardProblem& p, int tile_q) {
 // spread over the whole run instead of standing at the begin of each section. Causal, 512 keys:
 // +10 % at head dims 96 and 128, 0 to -2 % at 64, 192 and 256; 1024 keys: +1 %; from 2048 on 0.
 // FP8 was not measured.
-inline std::int64_t section_bytes(const ForwardProblem& p, int tiles, std::int64_t head_bytes) {
+inline std::int64_t section_bytes(const ForwardProblem& p, int tiles, int group,
+                                  std::int64_t head_bytes) {
   constexpr std::int64_t kMost = std::int64_t{32} << 20;
   constexpr int kTiles = 128;
   if (p.packed_q || p.seqlen_k > 1024 || p.head_dim <= 64 || p.head_dim > 128 ||
       p.dtype == DType::e4m3) {
     return kMost;
   }
-  const std::int64_t group = p.heads_k > 0 ? p.heads_q / p.heads_k : 1;
-  const std::int64_t heads = kTiles / core::max_of<std::int64_t>(tiles * group, 1);
+  const std::int64_t heads = kTiles / core::max_of<std::int64_t>(std::int64_t{tiles} * group, 1);
   return core::min_of(kMost, heads * head_bytes);
 }
 
@@ -63,7 +63,7 @@ inline core::TileOrder forward_order(const ForwardProblem& p, MaskKind mask, int
   const std::int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * dtype_bytes(p.dtype);
   const int group = p.heads_k > 0 ? static_cast<int>(p.heads_q / p.heads_k) : 1;
   const int section = core::heads_per_section(head_bytes, group, heads * batch,
-                                              section_bytes(p, tiles, head_bytes));
+                                              section_bytes(p, tiles, group, head_bytes));
   return core::TileOrder(tiles, heads, batch, section, core::TileDirection::descending);
 }
 

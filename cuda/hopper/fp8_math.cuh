@@ -9,6 +9,7 @@
 // The loop is unrolled by two where there are registers for two P, so that none is moved.
 #pragma once
 
+#include "core/softmax_state.h"
 #include "hopper/fp8_mask.cuh"
 #include "hopper/fp8_output.cuh"
 #include "hopper/fp8_softmax.cuh"
@@ -398,12 +399,12 @@ class Fp8MathWarpgroup {
   }
 
   PANTILE_DEVICE void write_lse(const Fp8TileInfo& tile, int i, int row) {
-    constexpr float kLn2 = 0.69314718f;
     if (p_.lse == nullptr || (lane_ & 3) != 0 || row >= tile.rows) {
       return;
     }
     const float sum = sums_.l[i];
-    float lse = sum == 0.0f ? -INFINITY : (prim::log2_approx(sum) - softmax_.offset(i)) * kLn2;
+    float lse =
+        sum == 0.0f ? -INFINITY : (prim::log2_approx(sum) - softmax_.offset(i)) * core::kLn2;
     if (p_.q_dot_mean != nullptr) {
       lse += p_.scale * p_.q_dot_mean[std::int64_t{tile.q_block} * kTileK + row];
     }

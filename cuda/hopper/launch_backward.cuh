@@ -279,21 +279,12 @@ class BackwardCall {
                         row_blocks() * fragments, common::kFinishThreads, 0, params);
   }
 
-  // The kernel may start while the one before it drains (prim/grid_dependency.cuh).
   template <class... Params>
   Status launch_early(const char* name, void (*kernel)(Params...), int blocks, int threads,
                       int shared_bytes, const Params&... params) const {
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(blocks));
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
-    config.stream = stream_;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    return cuda::check(cudaLaunchKernelEx(&config, kernel, params...), name);
+    const cuda::Launch how{dim3(static_cast<unsigned>(blocks)),
+                           dim3(static_cast<unsigned>(threads)), shared_bytes, stream_};
+    return cuda::launch(name, how, kernel, params...);
   }
 
   const BackwardProblem& problem_;

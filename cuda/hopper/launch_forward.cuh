@@ -123,18 +123,9 @@ Status launch_forward_variant(const ForwardPlan& plan, const ForwardTensors& ten
     return status;
   }
   const ForwardParams params = forward_params(kConfig, plan, tensors, workspace);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
-  config.blockDim = dim3(kConfig.threads());
-  config.dynamicSmemBytes = kConfig.shared_bytes();
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  return cuda::check(cudaLaunchKernelEx(&config, kernel, maps, params),
-                     "launching the Hopper forward");
+  const cuda::Launch how{dim3(static_cast<unsigned>(plan.blocks)), dim3(kConfig.threads()),
+                         kConfig.shared_bytes(), stream};
+  return cuda::launch("launching the Hopper forward", how, kernel, maps, params);
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>

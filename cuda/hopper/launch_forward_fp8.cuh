@@ -107,19 +107,10 @@ Status launch_fp8_variant(const ForwardPlan& plan, const ForwardTensors& tensors
   if (!status.ok()) {
     return status;
   }
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
-  config.blockDim = dim3(kConfig.threads());
-  config.dynamicSmemBytes = kConfig.shared_bytes();
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  return cuda::check(
-      cudaLaunchKernelEx(&config, kernel, maps, fp8_params(kConfig, plan, tensors, workspace)),
-      "launching the Hopper FP8 forward");
+  const cuda::Launch how{dim3(static_cast<unsigned>(plan.blocks)), dim3(kConfig.threads()),
+                         kConfig.shared_bytes(), stream};
+  return cuda::launch("launching the Hopper FP8 forward", how, kernel, maps,
+                      fp8_params(kConfig, plan, tensors, workspace));
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>

@@ -68,16 +68,7 @@ class QuantizeCall {
   template <class Kernel, class Params>
   Status launch(Kernel kernel, dim3 grid, dim3 block, const Params& params, bool early,
                 const char* what) const {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = block;
-    config.stream = stream_;
-    config.attrs = &attribute;
-    config.numAttrs = early ? 1 : 0;
-    return cuda::check(cudaLaunchKernelEx(&config, kernel, params), what);
+    return cuda::launch(what, cuda::Launch{grid, block, 0, stream_, early}, kernel, params);
   }
 
   common::QuantizeSide side(const void* data, const Layout& layout, std::int64_t length,
