@@ -255,6 +255,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     prim::fence_mbarrier_init();
   }
+  clear_missing_panels<Config>(storage, params);
   __syncthreads();
   if (role == kCopies) {
     prim::shrink_registers<Config::kProducerRegisters>();

@@ -315,6 +315,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prim::init(storage.p_empty, kWarpgroup);
     prim::fence_mbarrier_init();
   }
+  clear_missing_panels<Config>(storage, params);
   __syncthreads();
   if (role == kCopies) {
     prim::shrink_registers<Config::kProducerRegisters>();

@@ -11,16 +11,49 @@
 
 namespace pantile::hopper {
 
-// All panels of a tile; columns past the head dim and rows past the sequence arrive as zeros.
+// The first `panels` panels of a tile, all that the tensor has (sequence_map.h). Columns past the
+// head dim in the last one and rows past the sequence arrive as zeros.
 template <int kRows, int kPanels>
-PANTILE_DEVICE void load_tile(Tile<kRows, kPanels>& tile, const CUtensorMap& map,
+PANTILE_DEVICE void load_tile(Tile<kRows, kPanels>& tile, int panels, const CUtensorMap& map,
                               prim::Mbarrier& full, const MapOrigin& origin, int row, int head) {
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
-    prim::tma_load(
-        tile.bytes + panel * tile.kPanelBytes, &map, full,
-        prim::TileOrigin{panel * kPanel, origin.row + row, head, origin.start, origin.batch});
+    if (panel < panels) {
+      prim::tma_load(
+          tile.bytes + panel * tile.kPanelBytes, &map, full,
+          prim::TileOrigin{panel * kPanel, origin.row + row, head, origin.start, origin.batch});
+    }
   }
+}
+
+// Zeros in the panels that a narrower tensor does not have, once: nothing loads them.
+template <int kRows, int kPanels>
+PANTILE_DEVICE void clear_panels(Tile<kRows, kPanels>& tile, int panels) {
+  const int bytes = panels * tile.kPanelBytes;
+  for (int i = bytes + static_cast<int>(threadIdx.x) * 16; i < tile.kBytes;
+       i += static_cast<int>(blockDim.x) * 16) {
+    *reinterpret_cast<uint4*>(tile.bytes + i) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// By all threads of a block, before the barrier behind which the first product is issued.
+template <class Config, class Storage>
+PANTILE_DEVICE void clear_missing_panels(Storage& storage, const BackwardParams& params) {
+  const int panels_qk = panels(params.head_dim);
+  const int panels_v = panels(params.head_dim_v);
+  if (panels_qk < Config::kPanels) {
+    clear_panels(storage.k, panels_qk);
+    for (auto& stage : storage.q) {
+      clear_panels(stage, panels_qk);
+    }
+  }
+  if (panels_v < Config::kPanelsV) {
+    clear_panels(storage.v, panels_v);
+    for (auto& stage : storage.grad_o) {
+      clear_panels(stage, panels_v);
+    }
+  }
+  prim::fence_async_proxy();
 }
 
 template <class Config, MaskKind kMask>
@@ -55,7 +88,11 @@ template <class Config, class Storage>
 class Loader {
  public:
   PANTILE_DEVICE Loader(Storage& storage, const BackwardMaps& maps, const BackwardParams& params)
-      : storage_(storage), maps_(maps), params_(params) {}
+      : storage_(storage),
+        maps_(maps),
+        params_(params),
+        panels_qk_(panels(params.head_dim)),
+        panels_v_(panels(params.head_dim_v)) {}
 
   PANTILE_DEVICE void run() {
     prim::prefetch_tensor_map(&maps_.q);
@@ -74,18 +111,18 @@ class Loader {
 
  private:
   using Terms = RowTerms<Config::kTileQ>;
-  static constexpr int kQueryBytes = sizeof(Storage::q[0]) + Terms::kBytes;
-  static constexpr int kGradBytes = sizeof(Storage::grad_o[0]) + Terms::kBytes;
+  static constexpr int kKeyPanelBytes = Config::kTileK * 128;
+  static constexpr int kRowPanelBytes = Config::kTileQ * 128;
 
   PANTILE_DEVICE void load_keys(const KeyTile& key_tile) {
     const int key = key_tile.tile * Config::kTileK;
     prim::wait(storage_.key.empty[0], key_.parity ^ 1);
-    prim::arrive_and_expect(storage_.key.full[0], sizeof(storage_.k));
-    load_tile(storage_.k, maps_.k, storage_.key.full[0], key_tile.key_origin, key,
+    prim::arrive_and_expect(storage_.key.full[0], panels_qk_ * kKeyPanelBytes);
+    load_tile(storage_.k, panels_qk_, maps_.k, storage_.key.full[0], key_tile.key_origin, key,
               key_tile.key_head);
     prim::wait(storage_.value.empty[0], key_.parity ^ 1);
-    prim::arrive_and_expect(storage_.value.full[0], sizeof(storage_.v));
-    load_tile(storage_.v, maps_.v, storage_.value.full[0], key_tile.key_origin, key,
+    prim::arrive_and_expect(storage_.value.full[0], panels_v_ * kKeyPanelBytes);
+    load_tile(storage_.v, panels_v_, maps_.v, storage_.value.full[0], key_tile.key_origin, key,
               key_tile.key_head);
     key_.advance();
   }
@@ -100,16 +137,17 @@ class Loader {
         const int row = tile * Config::kTileQ;
         prim::wait(storage_.query.empty[query_.stage], query_.parity ^ 1);
         prim::Mbarrier& query_full = storage_.query.full[query_.stage];
-        prim::arrive_and_expect(query_full, kQueryBytes);
-        load_tile(storage_.q[query_.stage], maps_.q, query_full, key_tile.query_origin, row, head);
+        prim::arrive_and_expect(query_full, panels_qk_ * kRowPanelBytes + Terms::kBytes);
+        load_tile(storage_.q[query_.stage], panels_qk_, maps_.q, query_full, key_tile.query_origin,
+                  row, head);
         prim::bulk_load(&storage_.lse[query_.stage], params_.lse_terms + terms, Terms::kBytes,
                         query_full);
         query_.advance();
         prim::wait(storage_.grad.empty[grad_.stage], grad_.parity ^ 1);
         prim::Mbarrier& grad_full = storage_.grad.full[grad_.stage];
-        prim::arrive_and_expect(grad_full, kGradBytes);
-        load_tile(storage_.grad_o[grad_.stage], maps_.grad_o, grad_full, key_tile.query_origin, row,
-                  head);
+        prim::arrive_and_expect(grad_full, panels_v_ * kRowPanelBytes + Terms::kBytes);
+        load_tile(storage_.grad_o[grad_.stage], panels_v_, maps_.grad_o, grad_full,
+                  key_tile.query_origin, row, head);
         prim::bulk_load(&storage_.delta[grad_.stage], params_.delta_terms + terms, Terms::kBytes,
                         grad_full);
         grad_.advance();
@@ -120,6 +158,7 @@ class Loader {
   Storage& storage_;
   const BackwardMaps& maps_;
   const BackwardParams& params_;
+  const int panels_qk_, panels_v_;  // of 64 columns, that the tensors have
   StageCursor<sizeof(Storage::q) / sizeof(Storage::q[0])> query_;
   StageCursor<sizeof(Storage::grad_o) / sizeof(Storage::grad_o[0])> grad_;
   StageCursor<1> key_;  // K and V

@@ -10,6 +10,11 @@
 // row `extent` is the first out of bounds, and start = the sequence's end (in rows from the
 // tensor's begin) puts it there; row r of a sequence of n rows has the coordinate extent - n + r.
 // Axes, innermost first: dim, row, head, start, batch.
+//
+// NOTE: no box may lie wholly outside along `dim`. The copy engine fills such a box with zeros, but
+// it still translates the address of the map's base, which lies before the tensor, in memory that
+// may not be mapped (seen as cudaErrorIllegalAddress). Kernels wider than the tensor do not load
+// the panels that it does not have; clear_missing_panels() has set them to zero.
 #pragma once
 
 #include <cuda.h>
@@ -29,8 +34,8 @@ struct SequenceTensor {
   std::int64_t dim, extent, heads, batch;  // batch is 1 for packed tensors
 };
 
-// Boxes of box_rows x 64 columns of 16-bit elements, 128-byte swizzled; columns past `dim` are
-// zeros. An empty tensor gets a map that nothing may load from.
+// Boxes of box_rows x 64 columns of 16-bit elements, 128-byte swizzled; columns past `dim` in the
+// last panel are zeros. An empty tensor gets a map that nothing may load from.
 inline Status encode_sequence_map(const SequenceTensor& tensor, DType dtype, int box_rows,
                                   CUtensorMap* map) {
   Status status;
