@@ -21,6 +21,7 @@
 #include "hopper/forward_store.cuh"
 #include "hopper/roles.cuh"
 #include "hopper/storage.cuh"
+#include "hopper/unused_rows.cuh"
 #include "prim/grid_dependency.cuh"
 #include "prim/registers.cuh"
 
@@ -60,6 +61,7 @@ __global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
     forward_kernel(const __grid_constant__ ForwardMaps maps,
                    const __grid_constant__ ForwardParams params) {
   constexpr ForwardConfig kConfig = Variant::kConfig;
+  static_assert(32 * kGuardWarps == kUnusedRowThreads);
   static_assert(sizeof(ForwardStorage<kConfig>) + tile::kTileAlignment <= kConfig.shared_bytes());
   extern __shared__ unsigned char shared[];
   const std::uint32_t misaligned = prim::shared_address(shared) % tile::kTileAlignment;
@@ -91,7 +93,8 @@ __global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
       case HelperWarp::guard1:
         Guard<kConfig, kDType>(storage, warp - static_cast<int>(HelperWarp::guard0)).run();
         if (params.seqused_q != nullptr) {
-          write_unused_rows(params, static_cast<int>(threadIdx.x) % (32 * kGuardWarps));
+          write_unused_rows(params, params.output_f32 ? 4 : 2,
+                            static_cast<int>(threadIdx.x) % kUnusedRowThreads);
         }
         break;
     }

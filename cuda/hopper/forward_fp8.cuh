@@ -4,6 +4,7 @@
 // A persistent block works through tiles of 64 rows for each of its math warpgroups. Roles:
 //   1. loader  claims tiles, loads Q, K and V by TMA                        (fp8_load.cuh)
 //   2. math    S = Q K^T, softmax, O = O a + P V; each warp stores its rows (fp8_math.cuh)
+//   3. two warps beside the loader write the rows that seqused_q leaves out (unused_rows.cuh)
 //
 // Shared memory (fp8_storage.cuh) and its owners:
 //   Q, K, V  in rings     written by the loader    read by the math warpgroups
@@ -16,6 +17,7 @@
 #include "hopper/fp8_load.cuh"
 #include "hopper/fp8_math.cuh"
 #include "hopper/fp8_storage.cuh"
+#include "hopper/unused_rows.cuh"
 #include "prim/grid_dependency.cuh"
 #include "prim/registers.cuh"
 
@@ -73,6 +75,8 @@ __global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
     prim::shrink_registers<kConfig.producer_registers()>();
     if (warp == 0 && prim::elect_one()) {
       Fp8Loader<kConfig>(storage, maps, params).run();
+    } else if (warp >= 2 && params.seqused_q != nullptr) {
+      write_unused_rows(params, 2, static_cast<int>(threadIdx.x) - 2 * 32);
     }
   } else {
     prim::grow_registers<kConfig.math_registers()>();

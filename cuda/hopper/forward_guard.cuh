@@ -102,35 +102,6 @@ class Guard {
   int thread_;
 };
 
-// Rows that seqused_q leaves out: O = 0, LSE = -inf. Tiles end where the used rows do, so nothing
-// else writes there. The guards' threads of all blocks share the rows.
-PANTILE_DEVICE void write_unused_rows(const ForwardParams& p, int thread) {
-  const int chunk_elements = p.output_f32 ? 4 : 8;  // 16 bytes
-#pragma unroll 1
-  for (int batch = 0; batch < p.batch; ++batch) {
-    const int first = p.cu_seqlens_q == nullptr ? 0 : p.cu_seqlens_q[batch];
-    const int rows = p.cu_seqlens_q == nullptr ? p.seqlen_q : p.cu_seqlens_q[batch + 1] - first;
-    const int used = core::clamp(p.seqused_q[batch], 0, rows);
-#pragma unroll 1
-    for (int row = used + static_cast<int>(blockIdx.x); row < rows;
-         row += static_cast<int>(gridDim.x)) {
-#pragma unroll 1
-      for (int head = 0; head < p.heads_q; ++head) {
-        const std::int64_t at =
-            batch * p.o_strides.batch + head * p.o_strides.head + (first + row) * p.o_strides.seq;
-        if (thread * chunk_elements < p.head_dim_v) {
-          const std::int64_t chunk = at + thread * chunk_elements;
-          auto* const to = static_cast<unsigned char*>(p.o) + chunk * (16 / chunk_elements);
-          *reinterpret_cast<uint4*>(to) = uint4{0, 0, 0, 0};
-        }
-        if (thread == 0 && p.lse != nullptr) {
-          p.lse[batch * p.lse_batch + head * p.lse_head + first + row] = attn::kMaskedScore;
-        }
-      }
-    }
-  }
-}
-
 // Adds to the finished tile of O the non-finite values of V that the guards took out. One warp;
 // rare and slow. Lanes share the columns.
 template <ForwardConfig kConfig, DType kDType>

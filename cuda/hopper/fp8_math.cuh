@@ -45,7 +45,7 @@ class Fp8MathWarpgroup {
       }
       if (visit_end_ > 0) {
         all_steps();
-      } else {
+      } else {  // no keys: no product is issued, and the registers of one hold an earlier tile's
         begin_tile();
         prim::arrive(s_.q_empty[buffer_of<kQ>(tile_)]);
       }
@@ -367,7 +367,8 @@ class Fp8MathWarpgroup {
 
   PANTILE_DEVICE void finish_tile() {
     const Fp8TileInfo& tile = info();
-    const float unit = sums_.end_tile(tile.v_scale, fold_place());
+    // The loader tells the scale of V of tiles that visit some.
+    const float unit = visit_end_ > 0 ? sums_.end_tile(tile.v_scale, fold_place()) : 0.0f;
     const int row0 = tile.row0 + warp_ * 16;
     float factor[2];
 #pragma unroll
@@ -403,10 +404,12 @@ class Fp8MathWarpgroup {
       return;
     }
     const float sum = sums_.l[i];
-    float lse =
-        sum == 0.0f ? -INFINITY : (prim::log2_approx(sum) - softmax_.offset(i)) * core::kLn2;
-    if (p_.q_dot_mean != nullptr) {
-      lse += p_.scale * p_.q_dot_mean[std::int64_t{tile.q_block} * kTileK + row];
+    float lse = -INFINITY;
+    if (sum != 0.0f) {  // also NaN; a row that sees no key must not read what its Q makes of a mean
+      lse = (prim::log2_approx(sum) - softmax_.offset(i)) * core::kLn2;
+      if (p_.q_dot_mean != nullptr) {
+        lse += p_.scale * p_.q_dot_mean[std::int64_t{tile.q_block} * kTileK + row];
+      }
     }
     p_.lse[tile.batch * p_.lse_batch + tile.head * p_.lse_head + tile.q_row + row] = lse;
   }

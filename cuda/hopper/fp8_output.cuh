@@ -51,8 +51,8 @@ class Fp8RowStore {
         continue;
       }
 #pragma unroll 1
-      for (int column = lane_; column < p_.head_dim; column += 32) {
-        const uint4 keys = p_.v_nonfinite[block * p_.head_dim + column];
+      for (int column = lane_; column < p_.head_dim_v; column += 32) {
+        const uint4 keys = p_.v_nonfinite[block * p_.head_dim_v + column];
         if ((keys.x | keys.y | keys.z | keys.w) != 0) {
           mark_rows(mask, keys, step * Fp8Config::kTileK, column);
         }
@@ -121,7 +121,7 @@ class Fp8RowStore {
     for (int i = lane_; i < rows * kRowChunks; i += 32) {
       const int r = i / kRowChunks;
       const int column = i % kRowChunks * tile::kChunkColumns;
-      if (column < p_.head_dim) {
+      if (column < p_.head_dim_v) {
         *reinterpret_cast<uint4*>(to + r * p_.o_strides.seq + column) =
             *reinterpret_cast<const uint4*>(place_ + kConfig.o_tile().offset(r, column));
       }

@@ -20,7 +20,7 @@ struct Fp8Maps {
 
 struct Fp8Params {
   core::TileOrder order;  // of row tiles; packed Q: of the slots of all sequences
-  int group;              // query heads per key head
+  int heads_q, group;     // group: query heads per key head
   int batch;
   int seqlen_q, seqlen_k;
   int window_left, window_right;  // core::kNoBound lifts a side
@@ -43,7 +43,7 @@ struct Fp8Params {
   int zero;               // 0, where the compiler must not know it
 
   // O: a map for whole tiles, strides for the last rows of a sequence inside a packed tensor.
-  int head_dim;
+  int head_dim_v;
   bool o_is_f16;
   bool clipped;  // TMA cuts O at the end of every sequence
   int o_panels;  // that one copy moves

@@ -87,7 +87,8 @@ class Fp8StepSums {
     unit_ = unit;
   }
 
-  // After the last product. Returns the unit of O.
+  // After the last product. Returns the unit of O. Not in tiles that issue no product: D is not
+  // this tile's then, and O and l are what begin_tile() made them.
   PANTILE_DEVICE float end_tile(float v_scale, std::uint32_t) {
     add_product();
     return v_scale;
@@ -118,8 +119,9 @@ class Fp8StepSums {
 };
 
 // Products accumulate; every kFoldSteps steps O is folded, divided by the row sum so far and in
-// fp16, into a copy in the warp's place for O, in units of the largest scale of V seen. A thread
-// reads only what it wrote: no barrier.
+// fp16, into a copy in the warp's place for O, in units of the largest scale of V that any step of
+// the tile had so far: normalised, nothing exceeds 448 of them, which fp16 holds. A thread reads
+// only what it wrote: no barrier.
 template <Fp8Config kConfig>
 class Fp8FoldedSums {
  public:
@@ -138,7 +140,8 @@ class Fp8FoldedSums {
     }
     l[0] = l[1] = 0.0f;
     folded_[0] = folded_[1] = 0.0f;
-    unit_ = 0.0f;
+    unit_ = largest_ = 0.0f;
+    divisor_[0] = divisor_[1] = 0.0f;
   }
 
   // steps: how many products D holds since the tile began; left: how many more there are to come.
@@ -146,6 +149,7 @@ class Fp8FoldedSums {
   // depend on which block does which tile. v_scale: the unit of D.
   PANTILE_DEVICE void next_step(const float (&alpha)[2], bool raised, float unit, float v_scale,
                                 int steps, int left, std::uint32_t place) {
+    largest_ = fmaxf(largest_, v_scale);
     if (steps % Fp8Config::kFoldSteps == 0 && left > 2) {
       fold<false>(v_scale, place);
 #pragma unroll
@@ -172,7 +176,9 @@ class Fp8FoldedSums {
     }
   }
 
+  // As in Fp8StepSums.
   PANTILE_DEVICE float end_tile(float v_scale, std::uint32_t place) {
+    largest_ = fmaxf(largest_, v_scale);
     if (unit_ == 0.0f) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -201,7 +207,7 @@ class Fp8FoldedSums {
   template <bool kLast>
   PANTILE_DEVICE void fold(float v_scale, std::uint32_t place) {
     const bool first = unit_ == 0.0f;
-    const float unit = fmaxf(unit_, v_scale);
+    const float unit = largest_;
     float old_part[2], new_part[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -254,6 +260,7 @@ class Fp8FoldedSums {
   int zero_;
   float folded_[2];  // row sums that the copy was divided by, times the alphas since
   float unit_;       // of the copy; 0: there is none
+  float largest_;    // scale of V in the tile so far
   float divisor_[2];
 };
 

@@ -52,6 +52,7 @@ inline Fp8Params fp8_params(const Fp8Config& config, const ForwardPlan& plan,
   const float limit = core::score_code_limit(static_cast<int>(p.head_dim));
   Fp8Params params{};
   params.order = forward_order(p, mask_kind(p), config.tile_q());
+  params.heads_q = static_cast<int>(p.heads_q);
   params.group = static_cast<int>(p.heads_q / p.heads_k);
   params.batch = static_cast<int>(p.batch);
   params.seqlen_q = static_cast<int>(p.seqlen_q);
@@ -76,7 +77,7 @@ inline Fp8Params fp8_params(const Fp8Config& config, const ForwardPlan& plan,
   params.lse_head = p.packed_q ? p.total_q : p.seqlen_q;
   params.lse_batch = p.packed_q ? 0 : p.heads_q * p.seqlen_q;
   params.counter = static_cast<std::int32_t*>(workspace);
-  params.head_dim = static_cast<int>(p.head_dim_v);
+  params.head_dim_v = static_cast<int>(p.head_dim_v);
   params.o_is_f16 = p.fp8.output == DType::f16;
   params.clipped = !p.packed_q && !p.has_seqused_q;
   params.o_panels = panels_per_copy(p.head_dim_v, config.o_tile().panels() * tile::kPanelColumns);
