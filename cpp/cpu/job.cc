@@ -45,6 +45,14 @@ void fill_job(const ForwardProblem& problem, const ForwardTensors& tensors, Job*
   job->o = query_operand(tensors.o, problem.o, problem, tensors);
 }
 
+// The low bits of O: contiguous, whatever the strides of O.
+Operand o_low_operand(const std::int8_t* data, const ForwardProblem& problem,
+                      const ForwardTensors& tensors) {
+  const std::int64_t row = problem.heads_q * problem.head_dim_v;
+  return query_operand(data, Layout{problem.seqlen_q * row, row, problem.head_dim_v, 1}, problem,
+                       tensors);
+}
+
 RowValues row_values(const float* data, const ForwardProblem& problem) {
   RowValues result;
   result.data = const_cast<float*>(data);
@@ -88,6 +96,7 @@ ForwardJob forward_job(const ForwardPlan& plan, const ForwardTensors& tensors) {
   fill_job(problem, tensors, &job);
   job.output_dtype = output_dtype(problem);
   job.lse = row_values(tensors.lse, problem);
+  job.o_low = o_low_operand(tensors.o_low, problem, tensors);
   job.max_logit = tensors.max_logit;
   job.item_rows = plan.tile_q;
   // Longest first, of all heads, so that threads finish together under a causal mask.
@@ -108,6 +117,7 @@ BackwardJob backward_job(const BackwardPlan& plan, const BackwardTensors& tensor
   job.grad_v = key_operand(tensors.grad_v, plan.problem.grad_v, problem, inputs);
   job.lse = row_values(inputs.lse, problem);
   job.grad_lse = row_values(tensors.grad_lse, problem);
+  job.o_low = o_low_operand(tensors.o_low, problem, inputs);
   job.row_order = tile_order(problem, problem.seqlen_q, kBackwardRows, problem.heads_q, 1,
                              core::TileDirection::ascending);
   // As many heads at a time as there are threads: items of one head read and add to the same rows,

@@ -53,6 +53,7 @@ struct Job {
 struct ForwardJob : Job {
   DType output_dtype = DType::f32;  // of O
   RowValues lse;
+  Operand o_low;               // int8, contiguous, like o; data may be null
   float* max_logit = nullptr;  // [batch, heads_q], or null; raised by many threads
   int item_rows = 0;           // a multiple of kForwardRows
   core::TileOrder order;       // tiles of item_rows rows
@@ -68,6 +69,7 @@ struct Fp8ForwardJob : ForwardJob {
 struct BackwardJob : Job {
   Operand grad_o, grad_q, grad_k, grad_v;
   RowValues lse, grad_lse;
+  Operand o_low;              // int8, contiguous, like o; data may be null
   core::TileOrder row_order;  // tiles of kBackwardRows rows
   core::TileOrder key_order;  // tiles of item_keys keys; ascending, see `turns`
   int item_keys = 0;          // a multiple of kBackwardKeys

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "core/low_bits.h"
 #include "cpu/convert.h"
 
 namespace pantile::cpu {
@@ -19,6 +20,14 @@ struct Head {
   }
   void set(int row, int column, double value) const {
     write_element(dtype, data, offset + row * stride + column, value);
+  }
+  // The low bits of a 16-bit `value` that stands in `rounded`; this is a head of o_low.
+  void set_low(int row, int column, double value, const Head& rounded) const {
+    const auto exact = static_cast<float>(value);
+    const auto near = static_cast<float>(rounded.at(row, column));
+    static_cast<std::int8_t*>(data)[offset + row * stride + column] =
+        rounded.dtype == DType::bf16 ? core::low_bits<core::kLowShiftBf16>(exact, near)
+                                     : core::low_bits<core::kLowShiftF16>(exact, near);
   }
 };
 
@@ -94,7 +103,8 @@ void backward_row(const BackwardJob& job, int batch, int head, int row, core::Sp
   const Head v = head_of(job.dtype, job.v, batch, key_head);
   const Head grad_o = head_of(job.dtype, job.grad_o, batch, head);
   const Softmax softmax = weigh_row(job, q, k, row, keys, sums.weights);
-  double delta = 0.0;  // rowsum(dO * O) = rowsum(P * dP)
+  // rowsum(dO * O) = rowsum(P * dP): neither O nor its low bits are read.
+  double delta = 0.0;
   for (int i = 0; i < keys.size(); ++i) {
     sums.weights[i] = softmax.sum == 0.0 ? 0.0 : sums.weights[i] / softmax.sum;
     sums.grad_scores[i] = dot(grad_o, row, v, keys.begin + i, job.dim_v);
@@ -142,6 +152,7 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
   const Head k = head_of(job.dtype, job.k, batch, job.heads.key_head(head));
   const Head v = head_of(job.dtype, job.v, batch, job.heads.key_head(head));
   const Head o = head_of(job.output_dtype, job.o, batch, head);
+  const Head o_low = head_of(job.output_dtype, job.o_low, batch, head);
   float* lse = job.lse.data == nullptr ? nullptr : values_of(job.lse, job.q.side, batch, head);
   const int end = core::min_of(rows.end, room_of(job.q.side, batch));
   for (int row = rows.begin; row < end; ++row) {
@@ -152,7 +163,11 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
       for (int i = 0; i < keys.size(); ++i) {
         sum += scratch[i] * v.at(keys.begin + i, d);
       }
-      o.set(row, d, softmax.sum == 0.0 ? 0.0 : sum / softmax.sum);
+      const double output = softmax.sum == 0.0 ? 0.0 : sum / softmax.sum;
+      o.set(row, d, output);
+      if (job.o_low.data != nullptr) {
+        o_low.set_low(row, d, output, o);
+      }
     }
     if (lse != nullptr) {
       lse[row] =

@@ -252,14 +252,32 @@ Status output_rule(const ForwardProblem& p) {
   return Status();
 }
 
+// What O lacks to more than 16 bits: of a 16-bit O only.
+Status low_bits_rule(const char* name, bool wanted, const ForwardProblem& p) {
+  if (!wanted || p.dtype == DType::f16 || p.dtype == DType::bf16) {
+    return Status();
+  }
+  return Status::error(kInvalid,
+                       "%s is true; it must be false unless dtype is f16 or bf16, it is %s", name,
+                       dtype_name(p.dtype));
+}
+
+Status o_low_rule(const ForwardProblem& p) {
+  Status status = low_bits_rule("wants_o_low", p.wants_o_low, p);
+  if (status.ok() && p.wants_o_low && p.output_f32) {
+    return Status::error(kInvalid, "wants_o_low is true; it must be false when output_f32 is true");
+  }
+  return status;
+}
+
 // In the order in which a reader of problem.h meets the fields; later rules rely on earlier ones.
 constexpr Status (*kForwardRules[])(const ForwardProblem&) = {
-    dtype_rule,       batch_rule,        heads_q_rule,         heads_k_rule,
-    seqlen_q_rule,    seqlen_k_rule,     head_dim_rule,        head_dim_v_rule,
-    group_rule,       work_rule,         total_q_rule,         total_k_rule,
-    window_left_rule, window_right_rule, scale_rule,           float32_precision_rule,
-    output_rule,      fp8_rule,          q_layout_rule,        k_layout_rule,
-    v_layout_rule,    o_layout_rule,     softmax_options_rule,
+    dtype_rule,       batch_rule,        heads_q_rule,  heads_k_rule,
+    seqlen_q_rule,    seqlen_k_rule,     head_dim_rule, head_dim_v_rule,
+    group_rule,       work_rule,         total_q_rule,  total_k_rule,
+    window_left_rule, window_right_rule, scale_rule,    float32_precision_rule,
+    output_rule,      o_low_rule,        fp8_rule,      q_layout_rule,
+    k_layout_rule,    v_layout_rule,     o_layout_rule, softmax_options_rule,
 };
 
 Status wants_lse_rule(const BackwardProblem& p) {
@@ -270,11 +288,17 @@ Status wants_lse_rule(const BackwardProblem& p) {
   return Status();
 }
 Status forward_only_rule(const BackwardProblem& p) {
-  if (p.forward.wants_max_logit || p.forward.output_f32) {
+  const ForwardProblem& f = p.forward;
+  if (f.wants_max_logit || f.output_f32 || f.wants_o_low) {
     return Status::error(kInvalid, "forward.%s is true; it must be false in a backward problem",
-                         p.forward.output_f32 ? "output_f32" : "wants_max_logit");
+                         f.output_f32    ? "output_f32"
+                         : f.wants_o_low ? "wants_o_low"
+                                         : "wants_max_logit");
   }
   return Status();
+}
+Status has_o_low_rule(const BackwardProblem& p) {
+  return low_bits_rule("has_o_low", p.has_o_low, p.forward);
 }
 Status grad_o_layout_rule(const BackwardProblem& p) {
   return input_layout("grad_o", p.grad_o, query_shape(p.forward, p.forward.head_dim_v),
@@ -294,7 +318,7 @@ Status grad_v_layout_rule(const BackwardProblem& p) {
 }
 
 constexpr Status (*kBackwardRules[])(const BackwardProblem&) = {
-    wants_lse_rule,     forward_only_rule,  grad_o_layout_rule,
+    wants_lse_rule,     forward_only_rule,  has_o_low_rule,     grad_o_layout_rule,
     grad_q_layout_rule, grad_k_layout_rule, grad_v_layout_rule,
 };
 
@@ -357,6 +381,20 @@ Status lse_pointer(const ForwardProblem& p, const ForwardTensors& t) {
   return Status();
 }
 
+// Low bits are read and written 16 bytes at a time.
+Status o_low_pointer(const void* o_low, bool wanted, const char* because, bool no_rows) {
+  constexpr std::uintptr_t kAlign = 16;
+  if (no_rows) {
+    return Status();
+  }
+  const Status status = optional_pointer("o_low", o_low, wanted, because);
+  if (status.ok() && reinterpret_cast<std::uintptr_t>(o_low) % kAlign != 0) {
+    return Status::error(kInvalid, "o_low is at %p; its address must be a multiple of %d bytes",
+                         o_low, static_cast<int>(kAlign));
+  }
+  return status;
+}
+
 Status max_logit_pointer(const ForwardProblem& p, const ForwardTensors& t) {
   if (p.batch == 0 || p.heads_q == 0) {
     return Status();
@@ -412,6 +450,7 @@ Status validate_tensors(const ForwardProblem& p, const ForwardTensors& t) {
       tensor_pointer("v", t.v, p.v, no_keys),
       tensor_pointer("o", t.o, p.o, no_rows),
       lse_pointer(p, t),
+      o_low_pointer(t.o_low, p.wants_o_low, "wants_o_low", no_rows),
       max_logit_pointer(p, t),
       sequence_pointers(p, t),
       fp8_pointers(p, t.fp8),
@@ -428,6 +467,7 @@ Status validate_tensors(const BackwardProblem& p, const BackwardTensors& t) {
       tensor_pointer("grad_k", t.grad_k, p.grad_k, no_keys),
       tensor_pointer("grad_v", t.grad_v, p.grad_v, no_keys),
       no_rows ? Status() : optional_pointer("grad_lse", t.grad_lse, p.has_grad_lse, "has_grad_lse"),
+      o_low_pointer(t.o_low, p.has_o_low, "has_o_low", no_rows),
   });
 }
 

@@ -41,6 +41,23 @@ void take_output(nb::handle o, Request* request) {
   request->tensors.o = output.data;
 }
 
+// The low bits of O (core/low_bits.h): int8, of the shape of o and contiguous, so that no layout
+// describes it.
+std::int8_t* read_o_low(nb::handle object, const Request& request) {
+  const TensorView view = read_tensor(object, "o_low");
+  if (view.code != dlpack::kInt || view.bits != 8) {
+    raise_type_error("o_low has dtype %s; it must be int8",
+                     dtype_text(view.code, view.bits).c_str());
+  }
+  require_same_device(view, request.q);
+  require_query_shape(view, request, request.problem.head_dim_v);
+  if (!view.contiguous()) {
+    raise_value_error("o_low has strides %s; it must be contiguous",
+                      shape_text(view.stride, view.rank).c_str());
+  }
+  return static_cast<std::int8_t*>(view.data);
+}
+
 unsigned run_forward_request(Request* request) {
   ForwardProblem& problem = request->problem;
   return plan_and_run<ForwardPlan>(*request, &problem, request->tensors, Pass::forward,
@@ -50,10 +67,10 @@ unsigned run_forward_request(Request* request) {
 }
 
 unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
-                 nb::handle max_logit, nb::handle cu_seqlens_q, nb::handle cu_seqlens_k,
-                 nb::handle seqused_q, nb::handle seqused_k, std::int64_t max_seqlen_q,
-                 std::int64_t max_seqlen_k, std::optional<double> scale, std::int64_t window_left,
-                 std::int64_t window_right, const char* backend) {
+                 nb::handle o_low, nb::handle max_logit, nb::handle cu_seqlens_q,
+                 nb::handle cu_seqlens_k, nb::handle seqused_q, nb::handle seqused_k,
+                 std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, std::optional<double> scale,
+                 std::int64_t window_left, std::int64_t window_right, const char* backend) {
   Request request =
       read_request(q, k, v,
                    Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
@@ -66,6 +83,10 @@ unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::han
     require_lse(rows, request);
     require_contiguous(rows);
     request.tensors.lse = static_cast<float*>(rows.data);
+  }
+  problem.wants_o_low = !o_low.is_none();
+  if (problem.wants_o_low) {
+    request.tensors.o_low = read_o_low(o_low, request);
   }
   problem.wants_max_logit = !max_logit.is_none();
   if (problem.wants_max_logit) {
@@ -114,11 +135,12 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, bool causal, const c
 }
 
 unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::handle k, nb::handle v,
-                  nb::handle o, nb::handle lse, nb::handle grad_q, nb::handle grad_k,
-                  nb::handle grad_v, nb::handle cu_seqlens_q, nb::handle cu_seqlens_k,
-                  nb::handle seqused_q, nb::handle seqused_k, std::int64_t max_seqlen_q,
-                  std::int64_t max_seqlen_k, std::optional<double> scale, std::int64_t window_left,
-                  std::int64_t window_right, const char* backend, bool deterministic) {
+                  nb::handle o, nb::handle o_low, nb::handle lse, nb::handle grad_q,
+                  nb::handle grad_k, nb::handle grad_v, nb::handle cu_seqlens_q,
+                  nb::handle cu_seqlens_k, nb::handle seqused_q, nb::handle seqused_k,
+                  std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, std::optional<double> scale,
+                  std::int64_t window_left, std::int64_t window_right, const char* backend,
+                  bool deterministic) {
   Request request =
       read_request(q, k, v,
                    Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
@@ -145,6 +167,10 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
   tensors.forward.o = output.data;
   tensors.forward.lse = static_cast<float*>(rows.data);
   tensors.grad_o = grad_output.data;
+  problem.has_o_low = !o_low.is_none();
+  if (problem.has_o_low) {
+    tensors.o_low = read_o_low(o_low, request);
+  }
   if (problem.has_grad_lse) {
     const TensorView grad_rows = read_tensor(grad_lse, "grad_lse");
     require_lse(grad_rows, request);
@@ -218,7 +244,7 @@ nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlen
                   nb::handle cu_seqlens_k, nb::handle seqused_q, nb::handle seqused_k,
                   std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, std::optional<double> scale,
                   std::int64_t window_left, std::int64_t window_right, const char* backend,
-                  bool deterministic, bool max_logit, bool output_f32) {
+                  bool deterministic, bool max_logit, bool output_f32, bool o_low) {
   Request request =
       read_request(q, k, v,
                    Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
@@ -231,8 +257,10 @@ nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlen
   backward.grad_q = fresh_layout(request.q);
   backward.grad_k = fresh_layout(request.k);
   backward.grad_v = fresh_layout(request.v);
+  backward.has_o_low = o_low;
   forward.wants_max_logit = max_logit;
   forward.output_f32 = output_f32;
+  forward.wants_o_low = o_low;
   const nb::dict first = explain_pass<ForwardPlan>(request, &forward,
                                                    {{&request.q, &forward.q, kCopyQ},
                                                     {&request.k, &forward.k, kCopyK},
@@ -347,21 +375,21 @@ NB_MODULE(_C, module) {
   namespace py = pantile::python;
   nb::exception<py::UnsupportedError>(module, "UnsupportedError", PyExc_NotImplementedError);
   module.attr("__version__") = py::version();
-  module.def("forward", &py::forward, "q"_a, "k"_a, "v"_a, "o"_a, "lse"_a.none(),
+  module.def("forward", &py::forward, "q"_a, "k"_a, "v"_a, "o"_a, "lse"_a.none(), "o_low"_a.none(),
              "max_logit"_a.none(), "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(),
              "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a,
              "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a);
   module.def("attend", &py::attend, "q"_a.none(), "k"_a.none(), "v"_a.none(), "causal"_a,
              "backend"_a);
   module.def("backward", &py::backward, "grad_o"_a, "grad_lse"_a.none(), "q"_a, "k"_a, "v"_a, "o"_a,
-             "lse"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a, "cu_seqlens_q"_a.none(),
+             "o_low"_a.none(), "lse"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a, "cu_seqlens_q"_a.none(),
              "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
              "max_seqlen_k"_a, "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a,
              "deterministic"_a);
   module.def("explain", &py::explain, "q"_a, "k"_a, "v"_a, "cu_seqlens_q"_a.none(),
              "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
              "max_seqlen_k"_a, "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a,
-             "deterministic"_a, "max_logit"_a = false, "output_f32"_a = false);
+             "deterministic"_a, "max_logit"_a = false, "output_f32"_a = false, "o_low"_a = false);
   module.def("quantize", &py::quantize, "q"_a, "k"_a, "v"_a, "descale_q"_a.none(),
              "descale_k"_a.none(), "descale_v"_a.none(), "operands"_a, "cu_seqlens_q"_a.none(),
              "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,

@@ -100,7 +100,7 @@ class PlanKey {
   }
   PlanKey(const BackwardProblem& problem, const DeviceProps& device, const PlanOptions& options) {
     append(problem.forward);
-    add({problem.deterministic, problem.has_grad_lse});
+    add({problem.deterministic, problem.has_grad_lse, problem.has_o_low});
     for (const Layout* layout :
          {&problem.grad_o, &problem.grad_q, &problem.grad_k, &problem.grad_v}) {
       append(*layout);
@@ -145,7 +145,7 @@ class PlanKey {
     add({static_cast<std::int64_t>(p.dtype), p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k,
          p.head_dim, p.head_dim_v, p.packed_q, p.packed_k, p.total_q, p.total_k, p.has_seqused_q,
          p.has_seqused_k, p.window_left, p.window_right, scale_bits});
-    add({p.wants_lse, p.wants_max_logit, p.output_f32,
+    add({p.wants_lse, p.wants_max_logit, p.output_f32, p.wants_o_low,
          static_cast<std::int64_t>(p.float32_precision)});
     for (const Layout* layout : {&p.q, &p.k, &p.v, &p.o}) {
       append(*layout);
@@ -189,17 +189,18 @@ inline Status make_plan(const QuantizeProblem& problem, const DeviceProps& devic
   return plan_quantize(problem, device, options, plan);
 }
 
-inline std::string plan_text(const ForwardProblem& p, const KernelInfo& kernel, int tile_q,
-                             int tile_k, std::size_t workspace_bytes) {
+inline std::string plan_text(const ForwardProblem& p, bool o_low, const KernelInfo& kernel,
+                             int tile_q, int tile_k, std::size_t workspace_bytes) {
   char text[256];
   std::snprintf(text, sizeof text,
                 "%s: batch %lld, heads %lld/%lld, length %lld x %lld, head_dim %lld/%lld, window "
-                "(%lld, %lld); tile %d x %d, workspace %zu bytes",
+                "(%lld, %lld); tile %d x %d, workspace %zu bytes%s",
                 kernel.name, static_cast<long long>(p.batch), static_cast<long long>(p.heads_q),
                 static_cast<long long>(p.heads_k), static_cast<long long>(p.seqlen_q),
                 static_cast<long long>(p.seqlen_k), static_cast<long long>(p.head_dim),
                 static_cast<long long>(p.head_dim_v), static_cast<long long>(p.window_left),
-                static_cast<long long>(p.window_right), tile_q, tile_k, workspace_bytes);
+                static_cast<long long>(p.window_right), tile_q, tile_k, workspace_bytes,
+                o_low ? ", o_low" : "");
   return text;
 }
 
@@ -211,6 +212,17 @@ inline const ForwardProblem& forward_part(const BackwardProblem& problem) {
 }
 inline const ForwardProblem& forward_part(const QuantizeProblem& problem) {
   return problem.forward;
+}
+
+// Whether the run writes or reads the low bits of O.
+inline bool uses_o_low(const ForwardProblem& problem) {
+  return problem.wants_o_low;
+}
+inline bool uses_o_low(const BackwardProblem& problem) {
+  return problem.has_o_low;
+}
+inline bool uses_o_low(const QuantizeProblem&) {
+  return false;
 }
 
 template <class Problem, class Plan>
@@ -230,8 +242,8 @@ class PlanCache {
       return nullptr;
     }
     if (hooks().plan_log != nullptr) {
-      const std::string text = plan_text(forward_part(problem), *plan.kernel, plan.tile_q,
-                                         plan.tile_k, plan.workspace.bytes);
+      const std::string text = plan_text(forward_part(problem), uses_o_low(problem), *plan.kernel,
+                                         plan.tile_q, plan.tile_k, plan.workspace.bytes);
       nb::handle(hooks().plan_log)(text.c_str());
     }
     entry = Entry{std::move(key), plan, true};

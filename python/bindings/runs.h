@@ -205,7 +205,8 @@ inline nb::list verdict_list(const std::vector<Verdict>& verdicts) {
 }
 
 // What one pass would do: {"copies": copy and change bits, "kernel": name or None, "reason",
-// "tile_q", "tile_k", "blocks", "workspace_bytes", "rows": a verdict for each row of the table}.
+// "tile_q", "tile_k", "blocks", "workspace_bytes", "softmax", "o_low": whether the pass writes or
+// reads the low bits of O, "rows": a verdict for each row of the table}.
 // Everything but "copies" describes the problem after those copies.
 template <class Plan, class Problem>
 nb::dict explain_pass(const Request& request, Problem* problem,
@@ -234,6 +235,7 @@ nb::dict explain_pass(const Request& request, Problem* problem,
   answer["tile_k"] = plan.tile_k;
   answer["blocks"] = plan.blocks;
   answer["workspace_bytes"] = plan.workspace.bytes;
+  answer["o_low"] = uses_o_low(*problem);
   answer["softmax"] = status.ok() ? softmax_text(plan) : "";
   return answer;
 }

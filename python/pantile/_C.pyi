@@ -18,6 +18,7 @@ def forward(
     v: Any,
     o: Any,
     lse: Any | None,
+    o_low: Any | None,
     max_logit: Any | None,
     cu_seqlens_q: Any | None,
     cu_seqlens_k: Any | None,
@@ -30,7 +31,10 @@ def forward(
     window_right: int,
     backend: str,
 ) -> int:
-    """Bits: copy q 1, k 2, v 4; pad head dims 128, fold scale 256. ``o``: dtype of q or float32."""
+    """Bits: copy q 1, k 2, v 4; pad head dims 128, fold scale 256. ``o``: dtype of q or float32.
+
+    ``o_low``: int8, of the shape of a 16-bit ``o``, contiguous: 8 more bits of it for ``backward``.
+    """
 
 def attend(q: Any, k: Any, v: Any, causal: bool, backend: str) -> Any | None: ...
 def backward(
@@ -40,6 +44,7 @@ def backward(
     k: Any,
     v: Any,
     o: Any,
+    o_low: Any | None,
     lse: Any,
     grad_q: Any,
     grad_k: Any,
@@ -56,7 +61,10 @@ def backward(
     backend: str,
     deterministic: bool,
 ) -> int:
-    """Copy bits: q 1, k 2, v 4, grad_o 8, o 16, lse 32, grad_lse 64; 128, 256 as in forward."""
+    """Copy bits: q 1, k 2, v 4, grad_o 8, o 16, lse 32, grad_lse 64; 128, 256 as in forward.
+
+    ``o_low``: as the forward wrote it; contiguous, it is never asked to be copied.
+    """
 
 def explain(
     q: Any,
@@ -75,6 +83,7 @@ def explain(
     deterministic: bool,
     max_logit: bool = False,
     output_f32: bool = False,
+    o_low: bool = False,
 ) -> tuple[dict, dict]:
     """Forward and backward, in the fields of pantile.PassExplanation."""
 

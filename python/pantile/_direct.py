@@ -92,14 +92,14 @@ def run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None):
         if extras[0]:  # kernels raise it
             shape = (batch_of(q, settings), q.shape[-2])
             max_logit = q.new_full(shape, -torch.inf, dtype=torch.float32)
-    copies = _C.forward(q, k, v, o, lse, max_logit, *settings)
+    copies = _C.forward(q, k, v, o, lse, None, max_logit, *settings)
     if copies:
         operands = [q, k, v]
         while copies:
             if copies >= PAD_HEAD_DIMS:
                 return _run_changed_forward(copies, operands, settings, wants_lse, extras)
             copy_operands(copies, operands, ("q", "k", "v"))
-            copies = _C.forward(*operands, o, lse, max_logit, *settings)
+            copies = _C.forward(*operands, o, lse, None, max_logit, *settings)
     return o, lse, max_logit
 
 
@@ -159,7 +159,7 @@ def run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic: boo
         _C.set_cpu_threads(torch.get_num_threads())
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     grads = (_new_gradient(q), _new_gradient(k), _new_gradient(v))
-    copies = _C.backward(grad_o, grad_lse, q, k, v, o, lse, *grads, *settings, deterministic)
+    copies = _C.backward(grad_o, grad_lse, q, k, v, o, None, lse, *grads, *settings, deterministic)
     if copies:
         names = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
         operands = [q, k, v, grad_o, o, lse, grad_lse]
@@ -169,6 +169,6 @@ def run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic: boo
             copy_operands(copies, operands, names)
             q, k, v, grad_o, o, lse, grad_lse = operands
             copies = _C.backward(
-                grad_o, grad_lse, q, k, v, o, lse, *grads, *settings, deterministic
+                grad_o, grad_lse, q, k, v, o, None, lse, *grads, *settings, deterministic
             )
     return grads

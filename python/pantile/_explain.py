@@ -36,6 +36,7 @@ class PassExplanation:
     rows: tuple[Verdict, ...]
     pads_head_dims: bool = False  # inputs are copied with zeros, to multiples of 8 columns
     folds_scale: bool = False  # q is copied times -1 or 0, and scale made positive
+    o_low: bool = False  # the pass writes or reads 8 more bits of a 16-bit output
 
     def lines(self, title: str) -> list[str]:
         if self.kernel is None:
@@ -48,6 +49,8 @@ class PassExplanation:
         lines = [head]
         if self.softmax:
             lines.append(f"  softmax: {self.softmax}")
+        if self.o_low:
+            lines.append("  output: 8 more bits of it from the forward to the backward")
         if self.copies:
             lines.append(f"  copies first: {', '.join(self.copies)}")
         if self.pads_head_dims:

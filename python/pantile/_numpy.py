@@ -75,7 +75,7 @@ def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
         batch = max(settings[0].shape[0] - 1, 0) if packed else q.shape[0]
         max_logit = np.full((batch, q.shape[-2]), -np.inf, dtype=np.float32)
     output = o.view(np.uint16) if _is_bfloat16(o.dtype) else o
-    while copies := _C.forward(*operands, output, lse, max_logit, *settings):
+    while copies := _C.forward(*operands, output, lse, None, max_logit, *settings):
         for bit, name in enumerate(_NAMES):
             if copies >> bit & 1:
                 log.debug("copies %s, strides %s bytes", name, operands[bit].strides)

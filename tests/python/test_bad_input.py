@@ -460,7 +460,7 @@ def test_nothing_is_written():
     o, lse = torch.full_like(q, 7.0), torch.full((1, 2, 4), 7.0)
     settings = (None, None, None, None, 0, 0, float("nan"), -1, -1, "auto")
     with pytest.raises(ValueError, match="scale is nan"):
-        pantile._C.forward(q, k, v, o, lse, None, *settings)
+        pantile._C.forward(q, k, v, o, lse, None, None, *settings)
     assert (o == 7).all()
     assert (lse == 7).all()
 

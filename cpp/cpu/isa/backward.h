@@ -1,6 +1,7 @@
 // FlashAttention-2 backward for a tile of keys of one key/value head.
 //
-// Preparation, once for every row: delta = rowsum(dO * O) - dLSE, and Q and dO are packed.
+// Preparation, once for every row: delta = rowsum(dO * O) - dLSE, of O with its low bits if they
+// are there, and Q and dO are packed.
 // 1. K, K^T and V^T of the tile are packed; dK and dV start at 0.
 // 2. For every query head of the group, and every row tile that sees a key of the tile, and every
 //    subtile of keys
@@ -12,19 +13,28 @@
 // Every sum has one order, whatever the number of threads. dQ alone is shared between work items.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/isa/backward_steps.h"
 #include "cpu/parallel.h"
 
 namespace pantile::cpu::PANTILE_ISA {
 namespace {
 
-PANTILE_INLINE float rows_product(DType dtype, const Rows& a, const Rows& b, int row) {
+// rowsum(O * dO) of one row; `low` are the low bits of its O, or null.
+PANTILE_INLINE float rows_product(DType dtype, const Rows& o, const std::int8_t* low,
+                                  const Rows& grad_o, int row) {
   Floats sum{};
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
-    for (int d = 0; d < a.dim; d += kLanes) {
-      sum += read_row<Element>(a.row<Element>(row), d, a.dim) *
-             read_row<Element>(b.row<Element>(row), d, b.dim);
+    for (int d = 0; d < o.dim; d += kLanes) {
+      Floats output = read_row<Element>(o.row<Element>(row), d, o.dim);
+      if constexpr (!std::is_same_v<Element, F32>) {
+        if (low != nullptr) {
+          output = read_row_with_low<Element>(o.row<Element>(row), low, d, o.dim);
+        }
+      }
+      sum += output * read_row<Element>(grad_o.row<Element>(row), d, o.dim);
     }
   });
   float total = 0.0f;
@@ -70,9 +80,15 @@ inline void prepare(const BackwardJob& job, int item) {
       job.grad_lse.data == nullptr
           ? nullptr
           : head_values(job.grad_lse, job.q.side, work.batch, work.head) + begin;
+  const std::int8_t* low =
+      job.o_low.data == nullptr
+          ? nullptr
+          : head_address<I8>(job.o_low, work.batch, work.head) + begin * job.o_low.side.seq_stride;
   float* delta = head_values(job.delta, job.q.side, work.batch, work.head) + begin;
   for (int i = 0; i < rows.size(); ++i) {
-    delta[i] = rows_product(job.dtype, o, grad_o, i) - (grad_lse != nullptr ? grad_lse[i] : 0.0f);
+    const std::int8_t* low_row = low == nullptr ? nullptr : low + i * job.o_low.side.seq_stride;
+    delta[i] =
+        rows_product(job.dtype, o, low_row, grad_o, i) - (grad_lse != nullptr ? grad_lse[i] : 0.0f);
   }
 }
 

@@ -1,6 +1,7 @@
 // Element types in memory, read and written as vectors of floats.
 #pragma once
 
+#include "core/low_bits.h"
 #include "cpu/isa/simd.h"
 #include "pantile/dtype.h"
 
@@ -22,6 +23,7 @@ struct F32 {
 
 struct BF16 {
   using Raw = std::uint16_t;
+  static constexpr int kLowShift = core::kLowShiftBf16;
   static PANTILE_INLINE Floats read(const Raw* from) { return from_bits(widen(load(from)) << 16); }
 
   // Round to nearest, ties to even. The carry of rounding may reach the exponent, which is right
@@ -35,6 +37,7 @@ struct BF16 {
 
 struct F16 {
   using Raw = std::uint16_t;
+  static constexpr int kLowShift = core::kLowShiftF16;
 
 #if defined(__AVX512F__)
   // The forms with a mask: GCC 12 warns of an uninitialised value inside the others.
@@ -114,6 +117,41 @@ PANTILE_INLINE void write_row(typename Element::Raw* row, int at, int length, Fl
   } else {
     write_some<Element>(row + at, x, length - at);
   }
+}
+
+// ---- low bits of O (core/low_bits.h), an int8 beside each element
+
+struct I8 {
+  using Raw = std::int8_t;
+};
+
+// Those of a row of f32 numbers, of which `row` holds the rounded ones; `at` as in write_row.
+template <class Element>
+PANTILE_INLINE void write_low_row(std::int8_t* low, const typename Element::Raw* row, int at,
+                                  int length, Floats exact) {
+  float from[kLanes];
+  float to[kLanes];
+  std::int8_t lanes[kLanes];
+  store(from, exact);
+  store(to, read_row<Element>(row, at, length));
+  for (int lane = 0; lane < kLanes; ++lane) {
+    lanes[lane] = core::low_bits<Element::kLowShift>(from[lane], to[lane]);
+  }
+  __builtin_memcpy(low + at, lanes, static_cast<std::size_t>(core::min_of(kLanes, length - at)));
+}
+
+// read_row with the low bits.
+template <class Element>
+PANTILE_INLINE Floats read_row_with_low(const typename Element::Raw* row, const std::int8_t* low,
+                                        int at, int length) {
+  float x[kLanes];
+  std::int8_t lanes[kLanes] = {};
+  store(x, read_row<Element>(row, at, length));
+  __builtin_memcpy(lanes, low + at, static_cast<std::size_t>(core::min_of(kLanes, length - at)));
+  for (int lane = 0; lane < kLanes; ++lane) {
+    x[lane] = core::with_low_bits<Element::kLowShift>(x[lane], lanes[lane]);
+  }
+  return load(x);
 }
 
 // Calls function(Element()) for the type that `dtype` names; never called with e4m3.

@@ -13,6 +13,8 @@
 // Scratch memory belongs to the calling thread. How rows are cut into blocks changes no result.
 #pragma once
 
+#include <type_traits>
+
 #include "core/softmax_state.h"
 #include "cpu/isa/pairs.h"
 #include "cpu/isa/problem.h"
@@ -209,21 +211,37 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
   add_values<Math>(job, block.mask, tile, seen, scratch);
 }
 
+// O, normalised, of one row: from the sums to the tensor, with its low bits where they are wanted.
+template <class Element>
+PANTILE_INLINE void write_output(const float* sums, Floats factor, int dim,
+                                 typename Element::Raw* o, std::int8_t* low) {
+  for (int d = 0; d < dim; d += kLanes) {
+    const Floats exact = load(sums + d) * factor;
+    write_row<Element>(o, d, dim, exact);
+    if constexpr (!std::is_same_v<Element, F32>) {
+      if (low != nullptr) {
+        write_low_row<Element>(low, o, d, dim, exact);
+      }
+    }
+  }
+}
+
 // Stage 3 for the rows of a block.
 inline void write_block(const ForwardJob& job, const ForwardBlock& block,
                         const ForwardScratch& scratch) {
   const int width = padded(job.dim_v);
+  std::int8_t* low =
+      job.o_low.data == nullptr ? nullptr : head_address<I8>(job.o_low, block.batch, block.head);
   with_element(job.output_dtype, [&](auto element) {
     using Element = decltype(element);
     typename Element::Raw* o = head_address<Element>(job.o, block.batch, block.head);
     for (int i = 0; i < block.rows.size(); ++i) {
       const core::SoftmaxState state{scratch.row_max[i], scratch.row_sum[i]};
       const Floats factor = splat(core::normaliser(state));
-      const float* from = scratch.outputs + i * width;
-      typename Element::Raw* to = o + (block.rows.begin + i) * job.o.side.seq_stride;
-      for (int d = 0; d < job.dim_v; d += kLanes) {
-        write_row<Element>(to, d, job.dim_v, load(from + d) * factor);
-      }
+      const std::int64_t row = block.rows.begin + i;
+      write_output<Element>(scratch.outputs + i * width, factor, job.dim_v,
+                            o + row * job.o.side.seq_stride,
+                            low == nullptr ? nullptr : low + row * job.o_low.side.seq_stride);
     }
   });
   if (job.lse.data != nullptr) {

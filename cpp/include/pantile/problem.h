@@ -111,6 +111,13 @@ struct ForwardProblem {
   // Forward only. O is fp32, as accumulated: normalised like any O, but not rounded to `dtype`, for
   // partial results that will be merged by their LSE.
   bool output_f32 = false;
+  // Forward only, for the backward of 16-bit attention: writes o_low, 8 more bits of O than `dtype`
+  // holds (core/low_bits.h), so that delta = rowsum(dO * O) is not that of a rounded O
+  // (docs/numerics.md). dtype must be f16 or bf16, and output_f32 false. o_low is contiguous,
+  // [batch, seqlen_q, heads_q, head_dim_v] or packed [total_q, heads_q, head_dim_v], whatever the
+  // layout of o, and its address a multiple of 16 bytes. Rows that see no key, or that no sequence
+  // uses, have unspecified low bits, which no backward looks at: O = 0 has none.
+  bool wants_o_low = false;
 
   Layout q, k, v, o;  // e4m3: q, k and v are not read, those operands have one form (quantize.h)
 
@@ -131,6 +138,7 @@ struct ForwardTensors {
   const void* v = nullptr;                     // [batch, seqlen_k, heads_k, head_dim_v]
   void* o = nullptr;                           // [batch, seqlen_q, heads_q, head_dim_v]
   float* lse = nullptr;                        // contiguous; may be null when wants_lse is false
+  std::int8_t* o_low = nullptr;                // shape of o, contiguous; null unless wants_o_low
   float* max_logit = nullptr;                  // contiguous; null unless wants_max_logit
   const std::int32_t* cu_seqlens_q = nullptr;  // [batch + 1], packed Q only
   const std::int32_t* cu_seqlens_k = nullptr;  // [batch + 1], packed K only
@@ -149,21 +157,23 @@ constexpr DType output_dtype(const ForwardProblem& problem) {
 // Gradients of the forward problem. dLSE is folded into the row term:
 //   dS = P * (dO V^T - rowsum(dO * O) + dLSE)
 struct BackwardProblem {
-  // wants_lse must be true: the backward recomputes P from LSE. wants_max_logit and output_f32 must
-  // be false: O has the dtype of Q here.
+  // wants_lse must be true: the backward recomputes P from LSE. wants_max_logit, wants_o_low and
+  // output_f32 must be false: O has the dtype of Q here.
   ForwardProblem forward;
   bool deterministic = false;  // equal inputs give bit-equal gradients
   bool has_grad_lse = false;
+  bool has_o_low = false;  // the forward's o_low is there; f16 and bf16 only
   Layout grad_o, grad_q, grad_k, grad_v;
 };
 
 struct BackwardTensors {
-  ForwardTensors forward;           // q, k, v, o and lse as the forward left them
-  const void* grad_o = nullptr;     // like o
-  const float* grad_lse = nullptr;  // like lse; null unless has_grad_lse
-  void* grad_q = nullptr;           // like q
-  void* grad_k = nullptr;           // like k
-  void* grad_v = nullptr;           // like v
+  ForwardTensors forward;              // q, k, v, o and lse as the forward left them
+  const void* grad_o = nullptr;        // like o
+  const float* grad_lse = nullptr;     // like lse; null unless has_grad_lse
+  const std::int8_t* o_low = nullptr;  // beside the o of the same forward; null unless has_o_low
+  void* grad_q = nullptr;              // like q
+  void* grad_k = nullptr;              // like k
+  void* grad_v = nullptr;              // like v
 };
 
 }  // namespace pantile
