@@ -14,6 +14,7 @@
 #include "core/softmax_state.h"
 #include "prim/convert.cuh"
 #include "prim/grid_dependency.cuh"
+#include "prim/low_bits.cuh"
 #include "prim/unpack.cuh"
 #include "prim/warp.cuh"
 
@@ -24,6 +25,8 @@ struct PrepareParams {
   const void* o;       // [queries, heads_q, head_dim_v]
   const void* grad_o;  // the same
   Layout o_layout, grad_o_layout;
+  const std::int8_t* o_low;  // contiguous, shape of o: what rounding took from it; or null
+  std::int64_t seqlen_q;     // dense: rows of o_low a sequence
   int head_dim_v;
   int* claimed;           // the main kernel's work counter, set to 0
   const float* lse;       // [batch][heads_q][seqlen_q], packed [heads_q][total_q]
@@ -98,14 +101,23 @@ __global__ void __launch_bounds__(kPrepareThreads)
                        sequence_offset(params.grad_o_layout, packed, row_tile) + column;
   uint4 o_words[kRounds];
   uint4 grad_words[kRounds];
+  uint2 low_words[kRounds];
+  const std::int64_t low_row_bytes = std::int64_t{pass.heads_q} * params.head_dim_v;
+  const std::int64_t low_rows = packed ? row_tile.sequence : row_tile.batch * params.seqlen_q;
+  const std::int8_t* o_low = params.o_low + low_rows * low_row_bytes +
+                             std::int64_t{row_tile.head} * params.head_dim_v + column;
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {
     const int local = first + i * kRowsAtOnce + thread / kRowThreads;
     const std::int64_t row = row_tile.first_row + local;
     o_words[i] = grad_words[i] = make_uint4(0, 0, 0, 0);
+    low_words[i] = make_uint2(0, 0);
     if (local < row_tile.rows && column < params.head_dim_v) {
       o_words[i] = *reinterpret_cast<const uint4*>(o + row * params.o_layout.seq);
       grad_words[i] = *reinterpret_cast<const uint4*>(grad_o + row * params.grad_o_layout.seq);
+      if (params.o_low != nullptr) {
+        low_words[i] = *reinterpret_cast<const uint2*>(o_low + row * low_row_bytes);
+      }
     }
   }
 
@@ -121,7 +133,8 @@ __global__ void __launch_bounds__(kPrepareThreads)
     float norm2 = 0.0f;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const float2 a = prim::unpack<kDType>(x[k]);
+      const std::uint32_t low = k < 2 ? low_words[i].x : low_words[i].y;
+      const float2 a = prim::with_low_bits<kDType>(x[k], low, k % 2 * 2);
       const float2 b = prim::unpack<kDType>(y[k]);
       product += a.x * b.x + a.y * b.y;
       norm2 += b.x * b.x + b.y * b.y;

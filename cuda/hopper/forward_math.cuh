@@ -12,6 +12,7 @@
 
 #include "attn/mask.cuh"
 #include "attn/softmax.cuh"
+#include "hopper/forward_low_bits.cuh"
 #include "hopper/forward_output.cuh"
 #include "hopper/forward_products.cuh"
 #include "hopper/roles.cuh"
@@ -347,10 +348,14 @@ class MathWarpgroup {
     hopper::finish_rows(p_, info(tile), softmax_, inverse_);
   }
 
-  // Divides O by the row sums and writes it to shared memory; in fp32 to global memory, too.
+  // Divides O by the row sums and writes it to shared memory; to global memory in fp32 or its low
+  // bits, where wanted. A tile that is done again writes both again, in the same threads.
   PANTILE_DEVICE void write_output(std::uint32_t tile, int place) {
     if (p_.output_f32) {
       store_float32(p_, info(tile), O, inverse_);
+    }
+    if (p_.o_low != nullptr) {
+      store_low_bits<kDType>(p_, info(tile), O, inverse_);
     }
     const bool taints = store_fragment<kConfig, kDType, kMask>(
         prim::shared_address(s_.o_tile(place, group_)), O, inverse_, warp_, lane_);

@@ -139,6 +139,8 @@ class BackwardCall {
     params.grad_o = tensors_.grad_o;
     params.o_layout = forward_.o;
     params.grad_o_layout = problem_.grad_o;
+    params.o_low = problem_.has_o_low ? tensors_.o_low : nullptr;
+    params.seqlen_q = forward_.seqlen_q;
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
     params.claimed = at<int>(offsets_.claimed);
     params.lse = tensors_.forward.lse;

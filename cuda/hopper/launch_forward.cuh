@@ -95,6 +95,7 @@ inline ForwardParams forward_params(const ForwardConfig& config, const ForwardPl
   params.clipped = !p.packed_q && !p.has_seqused_q;
   params.head_dim_v = static_cast<int>(p.head_dim_v);
   params.o = t.o;
+  params.o_low = p.wants_o_low ? t.o_low : nullptr;
   params.v = t.v;
   params.o_strides = strides_of(p.o, p.packed_q);
   params.v_strides = strides_of(p.v, p.packed_k);

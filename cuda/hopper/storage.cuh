@@ -51,6 +51,7 @@ struct ForwardParams {
   bool output_f32;  // O is fp32, and TMA stores none of it
   int head_dim_v;
   void* o;
+  std::int8_t* o_low;  // contiguous, without the strides of O; null when not wanted
   const void* v;
   Strides o_strides, v_strides;
 };
