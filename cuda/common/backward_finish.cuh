@@ -29,15 +29,6 @@ struct FinishParams {
 
 inline constexpr int kFinishThreads = 128;
 
-// How often the main kernel has added to the tile: once for every tile of keys that a row sees.
-PANTILE_DEVICE std::uint32_t additions(const FinishParams& params, const RowTile& row_tile) {
-  const int first = row_tile.tile * params.pass.row_tiles.tile;
-  const core::Span rows{first, core::min_of(first + params.pass.row_tiles.tile, row_tile.rows)};
-  const core::Mask mask{row_tile.rows, row_tile.keys, params.pass.window_left,
-                        params.pass.window_right};
-  return static_cast<std::uint32_t>(core::plan_row_tile(mask, rows, params.tile_k).visit.size());
-}
-
 // A thread's 32 accumulators of a fragment: sums[4 j + 2 i + c], as in prim/wgmma.cuh. Words have
 // been added `terms` times.
 template <SumFormat kFormat>
@@ -115,7 +106,9 @@ __global__ void __launch_bounds__(kFinishThreads)
   load_sums<kFormat>(sums,
                      pass.dq_sum + row_tile.index * pass.tile_floats + fragment * kFragmentFloats,
                      core::min_of((params.head_dim - first_column) / 8, 8),
-                     kFormat == SumFormat::i32 ? additions(params, row_tile) : 0);
+                     kFormat == SumFormat::i32
+                         ? static_cast<std::uint32_t>(additions(pass, row_tile, params.tile_k))
+                         : 0);
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
 #pragma unroll

@@ -1,7 +1,8 @@
 // Before the main backward kernel: per row the two terms that its products start from, and zeros in
-// the sum of dQ. For rounding-free order independence also the row's integer scale.
+// the sum of dQ. In deterministic mode also the unit of the integers that dQ is summed as.
 //
-//   lse term    -lse / scale            S^T starts from it, so that P = exp2(S * scale * log2 e)
+//   lse term    -lse / scale            S^T starts from it, so that P = exp2(S * scale * log2 e);
+//                                       behind it the row's integer scale and its slot in row_max
 //   delta term  dLSE - rowsum(dO * O)   dP^T starts from it, so that dS = P * dP
 //
 // One block at least runs, even without rows: the main kernel's work counter starts here.
@@ -10,6 +11,7 @@
 // rows whose scores are all -inf, get an lse term that makes P zero.
 #pragma once
 
+#include "common/backward_key_bounds.cuh"
 #include "common/backward_rows.cuh"
 #include "core/softmax_state.h"
 #include "prim/convert.cuh"
@@ -47,21 +49,31 @@ PANTILE_DEVICE uint4 split_term(float x) {
                     0, 0);
 }
 
-// The power of two by which a row of dQ / scale is multiplied before it is rounded to integers, so
-// that every partial sum stays below 2^30:
-//   |sum_j dS_ij K_jd| <= (||dO_i|| max_j ||V_j|| + |delta_i|) max |K|
-// and 1.1 covers the rounding of P and dS. Zero, from which dQ becomes NaN, when that or the LSE is
-// not finite: integers cannot carry a NaN. A row's scale must be finite as two bf16.
-PANTILE_DEVICE float integer_scale(float grad_o_norm2, float delta, float lse,
-                                   const std::uint32_t* bounds) {
-  const float bound = 1.1f * __uint_as_float(bounds[0]) *
-                      (sqrtf(grad_o_norm2 * __uint_as_float(bounds[1])) + fabsf(delta));
-  if (!(bound < __builtin_huge_valf()) || !(lse < __builtin_huge_valf())) {
-    return 0.0f;
+// The power of two by which a row of dQ / scale is multiplied before it is rounded to integers
+// (core/integer_unit.h), from what is known before the main pass. Zero, from which dQ becomes NaN,
+// where the row's numbers or its keys are not finite: integers cannot carry a NaN. A row's scale
+// must be finite as two bf16.
+PANTILE_DEVICE float integer_scale(const core::KeyBounds& bounds,
+                                   const core::Magnitude& grad_o_norm, float delta, float lse) {
+  const bool finite = core::is_finite_bits(bounds.max_k) && core::is_finite_bits(bounds.max_v) &&
+                      grad_o_norm.mantissa < __builtin_huge_valf() &&
+                      fabsf(delta) < __builtin_huge_valf() && lse < __builtin_huge_valf();
+  return finite ? core::unit_scale(core::row_bound(bounds, grad_o_norm, delta)) : 0.0f;
+}
+
+// The same in a pass that measures heads with loud keys. Their scale follows (settle_units); until
+// then it only says whether the row has one.
+template <DType kDType>
+PANTILE_DEVICE float first_integer_scale(const RowPass& pass, const RowTile& row_tile,
+                                         const core::Magnitude& grad_o_norm, float delta,
+                                         float lse) {
+  core::KeyBounds& bounds = pass.key_bounds[key_head_of(pass, row_tile)];
+  if (!core::must_be_measured(bounds, kMantissaBits<kDType>)) {
+    return integer_scale(bounds, grad_o_norm, delta, lse);
   }
-  const int exponent = static_cast<int>(__float_as_uint(bound) >> 23) - 127;
-  const int shift = bound > 0.0f ? core::clamp(29 - exponent, -120, 120) : 0;
-  return __uint_as_float(static_cast<std::uint32_t>(shift + 127) << 23);
+  bounds.measured = 1;  // every row of the head says the same
+  *pass.measured = 1;
+  return integer_scale(core::KeyBounds{}, grad_o_norm, delta, lse);
 }
 
 // kRowThreads threads read one row, 16 bytes each; kTileQ rows a block.
@@ -130,19 +142,20 @@ __global__ void __launch_bounds__(kPrepareThreads)
     const std::uint32_t x[4] = {o_words[i].x, o_words[i].y, o_words[i].z, o_words[i].w};
     const std::uint32_t y[4] = {grad_words[i].x, grad_words[i].y, grad_words[i].z, grad_words[i].w};
     float product = 0.0f;
-    float norm2 = 0.0f;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const std::uint32_t low = k < 2 ? low_words[i].x : low_words[i].y;
       const float2 a = prim::with_low_bits<kDType>(x[k], low, k % 2 * 2);
       const float2 b = prim::unpack<kDType>(y[k]);
       product += a.x * b.x + a.y * b.y;
-      norm2 += b.x * b.x + b.y * b.y;
     }
 #pragma unroll
     for (int step = kRowThreads / 2; step > 0; step /= 2) {
       product += __shfl_xor_sync(prim::kAllLanes, product, step);
-      norm2 += __shfl_xor_sync(prim::kAllLanes, norm2, step);
+    }
+    core::Magnitude grad_o_norm;
+    if (pass.key_bounds != nullptr) {
+      grad_o_norm = row_norm<kDType>(grad_words[i], kRowThreads);
     }
     if (column > 0) {
       continue;
@@ -157,118 +170,13 @@ __global__ void __launch_bounds__(kPrepareThreads)
     uint4 lse_term = lse == -__builtin_huge_valf() ? split_term(pass.scale > 0.0f ? -1e30f : 1e30f)
                                                    : split_term(-lse / pass.scale);
     if (pass.key_bounds != nullptr) {
-      const int key_head = row_tile.head / pass.group;
-      const std::uint32_t* bounds =
-          pass.key_bounds + 2 * (row_tile.batch * (pass.heads_q / pass.group) + key_head);
-      lse_term.z = __float_as_uint(integer_scale(norm2, delta, lse, bounds));
+      lse_term.z =
+          __float_as_uint(first_integer_scale<kDType>(pass, row_tile, grad_o_norm, delta, lse));
+      lse_term.w = static_cast<std::uint32_t>(to);
+      pass.row_max[to] = 0;
     }
     pass.lse_terms[to] = lse_term;
     pass.delta_terms[to] = split_term(-delta);
-  }
-}
-
-struct KeyBoundsParams {
-  core::SequenceSide queries, keys;  // lengths only
-  TileNumbers key_tiles;
-  int heads_k;
-  int window_left, window_right;
-  const void* k;  // [keys, heads_k, head_dim]
-  const void* v;  // [keys, heads_k, head_dim_v]
-  Layout k_layout, v_layout;
-  int head_dim, head_dim_v;
-  std::uint32_t* bounds;  // [batch][heads_k][2], zero before
-};
-
-// The largest |x| of eight elements, as float bits.
-template <DType kDType>
-PANTILE_DEVICE std::uint32_t max_abs_bits(const uint4& words) {
-  const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
-  std::uint32_t result = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = prim::unpack<kDType>(word[i]);
-    result = max(result, max(__float_as_uint(fabsf(pair.x)), __float_as_uint(fabsf(pair.y))));
-  }
-  return result;
-}
-
-// The sum of eight squares.
-template <DType kDType>
-PANTILE_DEVICE float norm2_of(const uint4& words) {
-  const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
-  float result = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = prim::unpack<kDType>(word[i]);
-    result += pair.x * pair.x + pair.y * pair.y;
-  }
-  return result;
-}
-
-// Maxima over the attended keys of a head, as float bits: of non-negative floats these order like
-// the floats, and a NaN is above all.
-template <DType kDType>
-__global__ void __launch_bounds__(kPrepareThreads)
-    bound_keys(const __grid_constant__ KeyBoundsParams params) {
-  prim::allow_next_grid();
-  const int number = static_cast<int>(blockIdx.x) / params.heads_k;
-  const int head = static_cast<int>(blockIdx.x) % params.heads_k;
-  const int batch = params.key_tiles.sequence(number);
-  const int tile = number - params.key_tiles.first(batch);
-  const core::Sequence queries = core::locate_sequence(params.queries, batch);
-  const core::Sequence keys = core::locate_sequence(params.keys, batch);
-  const Attended part = attended_part(
-      core::Mask{queries.length, keys.length, params.window_left, params.window_right});
-  const bool packed = params.keys.cu_seqlens != nullptr;
-  const auto rows_of = [&](const void* tensor, const Layout& layout) {
-    return static_cast<const std::uint16_t*>(tensor) +
-           (packed ? keys.row * layout.seq : batch * layout.batch) + part.first_key * layout.seq +
-           head * layout.head;
-  };
-  const std::uint16_t* k = rows_of(params.k, params.k_layout);
-  const std::uint16_t* v = rows_of(params.v, params.v_layout);
-  const int begin = tile * params.key_tiles.tile;
-  const int end = core::min_of(begin + params.key_tiles.tile, part.mask.keys);
-  // row_threads threads read one row, 16 bytes each; a block reads `stride` rows at a time and has
-  // kInFlight times as many on their way.
-  constexpr int kInFlight = 4;
-  const int widest = core::max_of(params.head_dim, params.head_dim_v);
-  const int row_threads = widest <= 64 ? 8 : widest <= 128 ? 16 : 32;
-  const int stride = kPrepareThreads / row_threads;
-  const int column = static_cast<int>(threadIdx.x) % row_threads * 8;
-  const int lane = prim::lane_index();
-  std::uint32_t max_k = 0;
-  std::uint32_t max_v = 0;
-  for (int first = begin; first < end; first += kInFlight * stride) {
-    uint4 k_words[kInFlight];
-    uint4 v_words[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      const int key = first + i * stride + static_cast<int>(threadIdx.x) / row_threads;
-      k_words[i] = v_words[i] = make_uint4(0, 0, 0, 0);
-      if (key < end && column < params.head_dim) {
-        k_words[i] = *reinterpret_cast<const uint4*>(k + key * params.k_layout.seq + column);
-      }
-      if (key < end && column < params.head_dim_v) {
-        v_words[i] = *reinterpret_cast<const uint4*>(v + key * params.v_layout.seq + column);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      max_k = max(max_k, max_abs_bits<kDType>(k_words[i]));
-      float norm2 = norm2_of<kDType>(v_words[i]);
-      for (int step = row_threads / 2; step > 0; step /= 2) {
-        norm2 += __shfl_xor_sync(prim::kAllLanes, norm2, step);
-      }
-      max_v = max(max_v, __float_as_uint(fabsf(norm2)));
-    }
-  }
-  max_v = __reduce_max_sync(prim::kAllLanes, max_v);
-  max_k = __reduce_max_sync(prim::kAllLanes, max_k);
-  if (lane == 0 && begin < end) {
-    std::uint32_t* bounds = params.bounds + 2 * (batch * params.heads_k + head);
-    atomicMax(bounds, max_k);
-    atomicMax(bounds + 1, max_v);
   }
 }
 

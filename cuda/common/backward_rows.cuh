@@ -11,6 +11,7 @@
 
 #include "common/attended.h"
 #include "core/geometry.h"
+#include "core/integer_unit.h"
 #include "core/sequence.h"
 #include "pantile/problem.h"
 #include "prim/address.cuh"
@@ -32,10 +33,15 @@ struct RowPass {
   float* dq_sum;       // [heads_q][row_tile_count][tile_floats]
   uint4* lse_terms;    // [heads_q][row_tile_count * tile]
   uint4* delta_terms;  // the same
-  // Per sequence and key head the bits of max |K| and of max ||V row||^2; null when dQ is summed in
-  // fp32.
-  std::uint32_t* key_bounds;
+  // Deterministic mode only, else null. [batch][heads_k]; whether some head must be measured;
+  // [heads_q][row_tile_count * tile], the bits of the largest addition to a row of such a head.
+  core::KeyBounds* key_bounds;
+  int* measured;
+  std::uint32_t* row_max;
 };
+
+template <DType kDType>
+inline constexpr int kMantissaBits = kDType == DType::f16 ? 11 : 8;
 
 struct RowTile {
   int batch, head;
@@ -78,6 +84,19 @@ PANTILE_DEVICE RowTile locate_row_tile(const RowPass& pass, int block, int block
   row_tile.rows = part.mask.rows;
   row_tile.keys = part.mask.keys;
   return row_tile;
+}
+
+// Of the tile's head, in key_bounds.
+PANTILE_DEVICE int key_head_of(const RowPass& pass, const RowTile& row_tile) {
+  return row_tile.batch * (pass.heads_q / pass.group) + row_tile.head / pass.group;
+}
+
+// How often the main kernel adds to the tile: once for every tile of keys that a row sees.
+PANTILE_DEVICE int additions(const RowPass& pass, const RowTile& row_tile, int tile_k) {
+  const int first = row_tile.tile * pass.row_tiles.tile;
+  const core::Span rows{first, core::min_of(first + pass.row_tiles.tile, row_tile.rows)};
+  const core::Mask mask{row_tile.rows, row_tile.keys, pass.window_left, pass.window_right};
+  return core::plan_row_tile(mask, rows, tile_k).visit.size();
 }
 
 // Elements from a tensor's start to row 0 of the tile's sequence and head.

@@ -90,7 +90,7 @@ class PairedConsumer {
       on_.read_row_scale(query);
       on_.template take_S<1>();  // dQ done, too
       prim::pin(dQ);
-      on_.send_dQ(dQ);
+      on_.send_dQ(dQ, query);
       on_.issue_dP();
       on_.next_tile();
       on_.compute_P();
@@ -136,7 +136,7 @@ class PairedConsumer {
       prim::wgmma_wait<0>();
       prim::pin(dQ);
       release_late_dS();
-      on_.send_dQ(dQ);
+      on_.send_dQ(dQ, behind);
       on_.release_query(behind);
     }
     prim::wait(dS_ring_.full[dS_read_.stage], dS_read_.parity);
@@ -164,7 +164,7 @@ class PairedConsumer {
     if constexpr (kStep == Step::later) {
       prim::pin(dQ);
       release_late_dS();
-      on_.send_dQ(dQ);
+      on_.send_dQ(dQ, behind);
       on_.release_query(behind);
     }
     behind = query;
@@ -217,7 +217,7 @@ class PairedConsumer {
     prim::pin(dQ);
     on_.release_keys();
     on_.release_grad();
-    on_.send_dQ(dQ);
+    on_.send_dQ(dQ, on_.query_stage());
     on_.finish();
     on_.release_query(on_.query_stage());
   }
@@ -235,6 +235,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ std::uint8_t dynamic_smem[];
   using Storage = PairedStorage<Config>;
   Storage& storage = aligned_storage<Storage>(dynamic_smem);
+  if (kSum == SumKind::integer && !has_work(params)) {
+    return;
+  }
   const int warp = __shfl_sync(prim::kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);
   const int role = warp / 4;
   if (threadIdx.x < prim::kOnesTileBytes / 4) {
@@ -261,11 +264,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prim::shrink_registers<Config::kProducerRegisters>();
     if (prim::elect_one()) {
       if (warp == 0) {
-        Loader<Config, Storage>(storage, maps, params).run();
+        Loader<Config, kSum, Storage>(storage, maps, params).run();
       } else if (warp <= Config::kConsumers) {
         QueryGradientAdder<Config, kSum, Storage>(storage, params, warp - 1).run();
       } else {
-        schedule<Config, kMask>(storage.work, params);
+        schedule<Config, kMask, kSum>(storage.work, params);
       }
     }
   } else {

@@ -184,8 +184,7 @@ class PairedSteps {
   PANTILE_DEVICE void read_row_scale(int query_stage) {
     if constexpr (kSum == SumKind::integer) {
       const RowTerms<kTileQ>& terms = storage_.lse[query_stage];
-      const int thread = fresh_thread();
-      const int row = (kRowSplit ? warpgroup_ * 64 : 0) + thread / 32 * 16 + thread % 32 / 4;
+      const int row = scaled_row();
       row_scale_[0] = held_scale(terms.row[row]);
       row_scale_[1] = held_scale(terms.row[row + 8]);
     }
@@ -193,7 +192,14 @@ class PairedSteps {
 
   // Hands the dQ fragment to the adder, which orders the stores before its bulk copy: a proxy fence
   // here would wait for them, which the products in flight delay, for a tenth of the step.
-  PANTILE_DEVICE void send_dQ(float (&dQ)[32]) {
+  PANTILE_DEVICE void send_dQ(float (&dQ)[32], int query_stage) {
+    if constexpr (kSum == SumKind::integer) {
+      if (key_tile_->measures) {
+        const RowTerms<kTileQ>& terms = storage_.lse[query_stage];
+        const int row = scaled_row();
+        note_additions(dQ, {terms.row[row].w, terms.row[row + 8].w}, params_.row_max);
+      }
+    }
     stage_fragment<kSum>(storage_.dQ[warpgroup_], dQ, row_scale_);
     arrive_warp(storage_.dq_full[warpgroup_]);
   }
@@ -223,6 +229,12 @@ class PairedSteps {
     if (++tile_ == end_tile_) {
       tile_ = first_tile_;
     }
+  }
+
+  // The first of the two rows of dQ, of a tile of rows, that the thread holds.
+  PANTILE_DEVICE int scaled_row() const {
+    const int thread = fresh_thread();
+    return (kRowSplit ? warpgroup_ * 64 : 0) + thread / 32 * 16 + thread % 32 / 4;
   }
 
   // Of Q of the tile at work.

@@ -7,7 +7,9 @@
 #include <cstdint>
 
 #include "common/attended.h"
+#include "common/backward_rows.cuh"
 #include "core/geometry.h"
+#include "core/integer_unit.h"
 #include "core/sequence.h"
 #include "core/tile_order.h"
 #include "pantile/problem.h"
@@ -27,19 +29,26 @@ struct BackwardParams {
   core::TileOrder order;         // of the key tiles of dense keys
   core::FastDivmod key_heads;    // of the key tiles of packed keys
   int query_extent, key_extent;  // rows of the maps' row axis
-  int heads_q, group;            // query heads; query heads per key head
+  int heads_q, heads_k, group;   // group: query heads per key head
   int window_left, window_right;
   int head_dim, head_dim_v;     // of the tensors, at most the kernel's
   float scale, scale_log2;      // scale * log2(e)
   float masked_score;           // times scale: -inf
   std::int64_t row_tile_count;  // numbers of row_tiles
   int work_count;               // key tiles, or numbers of key tiles, of all heads
-  int* claimed;                 // work items taken beyond each block's first; 0 before
-  float* dq_sum;                // [heads_q][row_tile_count][tile_q * columns], fragments
-  const uint4* lse_terms;       // [heads_q][row_tile_count * tile_q], -lse / scale
-  const uint4* delta_terms;     // the same, dLSE - rowsum(dO * O)
-  void* grad_k;                 // [keys, heads_k, head_dim]
-  void* grad_v;                 // [keys, heads_k, head_dim_v]
+  // Integer sums only, else null: what is known of the keys of each head, and where the first of
+  // two passes notes the largest additions to the rows of loud heads (core/integer_unit.h). The
+  // second, which repeats those heads, runs only if `measured` is not 0.
+  const core::KeyBounds* key_bounds;
+  std::uint32_t* row_max;
+  const int* measured;
+  bool repeats;
+  int* claimed;              // work items taken beyond each block's first; 0 before
+  float* dq_sum;             // [heads_q][row_tile_count][tile_q * columns], fragments
+  const uint4* lse_terms;    // [heads_q][row_tile_count * tile_q], -lse / scale
+  const uint4* delta_terms;  // the same, dLSE - rowsum(dO * O)
+  void* grad_k;              // [keys, heads_k, head_dim]
+  void* grad_v;              // [keys, heads_k, head_dim_v]
   Layout grad_k_layout, grad_v_layout;
 };
 
@@ -61,6 +70,7 @@ struct KeyTile {
   int first_row_tile;                  // number of the sequence's first row tile
   int key_offset;                      // packed: rows before the sequence
   int key_capacity;                    // keys of the sequence, used or not
+  bool measures;                       // largest additions are wanted; set by the loader
   MapOrigin query_origin, key_origin;  // of the first attended row and key
 };
 
@@ -79,6 +89,11 @@ PANTILE_DEVICE int capacity(core::SequenceSide side, int batch) {
 }
 
 }  // namespace detail
+
+// Whether the tile's head is one whose rows are measured.
+PANTILE_DEVICE bool is_measured(const BackwardParams& params, const KeyTile& key_tile) {
+  return params.key_bounds[key_tile.batch * params.heads_k + key_tile.key_head].measured != 0;
+}
 
 // Describes work item `work`. False: there is nothing to do, not even zeros to write.
 template <class Config, MaskKind kMask>

@@ -294,6 +294,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ std::uint8_t dynamic_smem[];
   using Storage = PipelineStorage<Config>;
   Storage& storage = aligned_storage<Storage>(dynamic_smem);
+  if (kSum == SumKind::integer && !has_work(params)) {
+    return;
+  }
   const int warp = prim::uniform(static_cast<int>(threadIdx.x) / 32);
   const int role = warp / 4;
   if (threadIdx.x < prim::kOnesTileBytes / 4) {
@@ -320,9 +323,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (role == kCopies) {
     prim::shrink_registers<Config::kProducerRegisters>();
     if (warp == 0 && prim::elect_one()) {
-      Loader<Config, Storage>(storage, maps, params).run();
+      Loader<Config, kSum, Storage>(storage, maps, params).run();
     } else if (warp == 1 && prim::elect_one()) {
-      schedule<Config, kMask>(storage.work, params);
+      schedule<Config, kMask, kSum>(storage.work, params);
     } else if (Config::kBulkAdds && warp == 2 && prim::elect_one()) {
       if constexpr (Config::kBulkAdds) {
         pipeline::FragmentAdder<Config>(storage, params).run();

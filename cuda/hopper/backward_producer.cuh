@@ -56,7 +56,16 @@ PANTILE_DEVICE void clear_missing_panels(Storage& storage, const BackwardParams&
   prim::fence_async_proxy();
 }
 
-template <class Config, MaskKind kMask>
+// False in a second pass that has nothing to repeat.
+PANTILE_DEVICE bool has_work(const BackwardParams& params) {
+  if (!params.repeats) {
+    return true;
+  }
+  prim::wait_for_previous_grid();
+  return *params.measured != 0;
+}
+
+template <class Config, MaskKind kMask, SumKind kSum>
 PANTILE_DEVICE void schedule(WorkQueue& queue, const BackwardParams& params) {
   const auto claim = [&params] {
     prim::wait_for_previous_grid();  // it sets the counter to zero
@@ -68,7 +77,9 @@ PANTILE_DEVICE void schedule(WorkQueue& queue, const BackwardParams& params) {
   for (;; slot.advance()) {
     KeyTile& key_tile = queue.tiles[slot.stage];
     prim::wait(queue.ring.empty[slot.stage], slot.parity ^ 1);
-    while (work < params.work_count && !describe_key_tile<Config, kMask>(params, work, key_tile)) {
+    while (work < params.work_count &&
+           !(describe_key_tile<Config, kMask>(params, work, key_tile) &&
+             (kSum == SumKind::floating || !params.repeats || is_measured(params, key_tile)))) {
       work = claim();
     }
     if (work >= params.work_count) {
@@ -84,7 +95,7 @@ PANTILE_DEVICE void schedule(WorkQueue& queue, const BackwardParams& params) {
   }
 }
 
-template <class Config, class Storage>
+template <class Config, SumKind kSum, class Storage>
 class Loader {
  public:
   PANTILE_DEVICE Loader(Storage& storage, const BackwardMaps& maps, const BackwardParams& params)
@@ -102,6 +113,9 @@ class Loader {
       if (!key_tile->rows.empty()) {
         load_keys(*key_tile);
         prim::wait_for_previous_grid();  // it writes the row terms
+        if constexpr (kSum == SumKind::integer) {
+          work.set_measures(!params_.repeats && is_measured(params_, *key_tile));
+        }
         load_rows(*key_tile);
       }
       prim::arrive(storage_.work.wanted);

@@ -55,6 +55,26 @@ PANTILE_DEVICE void store_words(float (&dQ)[32], const float (&row_scale)[2], co
   store();
 }
 
+// Raises the largest addition of each of the thread's rows, which have the slots `slots` in
+// `row_max`: of the absolute values, as bits, so that NaN is above all.
+PANTILE_DEVICE void note_additions(const float (&dQ)[32], const std::uint32_t (&slots)[2],
+                                   std::uint32_t* row_max) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    std::uint32_t most = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      most = max(most, max(__float_as_uint(fabsf(dQ[4 * j + 2 * i])),
+                           __float_as_uint(fabsf(dQ[4 * j + 2 * i + 1]))));
+    }
+    most = max(most, __shfl_xor_sync(prim::kAllLanes, most, 1));
+    most = max(most, __shfl_xor_sync(prim::kAllLanes, most, 2));
+    if ((prim::lane_index() & 3) == 0) {
+      atomicMax(row_max + slots[i], most);
+    }
+  }
+}
+
 // Writes a fragment of dQ to shared memory for a bulk addition, in register order: 16-byte stores
 // without conflicts.
 template <SumKind kSum>

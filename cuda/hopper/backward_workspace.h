@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/attended.h"
+#include "core/integer_unit.h"
 #include "hopper/backward_config.h"
 #include "pantile/problem.h"
 
@@ -17,7 +18,11 @@ struct BackwardWorkspace {
   std::size_t lse_terms;    // 16 bytes [heads_q][row_tile_count * tile_q]
   std::size_t delta_terms;  // the same
   std::size_t claimed;      // int32, the main kernel's work counter
-  std::size_t key_bounds;   // uint32 [batch][heads_k][2], deterministic only
+  // Deterministic only. The first two are zero when the first kernel starts.
+  std::size_t measured;    // int32, whether some head is measured
+  std::size_t key_bounds;  // core::KeyBounds [batch][heads_k]
+  std::size_t zeroed_end;
+  std::size_t row_max;  // uint32 [heads_q][row_tile_count * tile_q]
   std::size_t bytes;
 };
 
@@ -54,10 +59,15 @@ constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem,
   workspace.lse_terms = tiles * static_cast<std::size_t>(dq_tile_floats(kernel_head_dim)) * 4;
   workspace.delta_terms = workspace.lse_terms + terms;
   workspace.claimed = workspace.delta_terms + terms;
-  workspace.key_bounds = workspace.claimed + kAlign;
-  workspace.bytes = workspace.key_bounds;
+  workspace.bytes = workspace.claimed + kAlign;
   if (problem.deterministic) {
-    workspace.bytes += static_cast<std::size_t>(forward.batch * forward.heads_k) * 8;
+    workspace.measured = workspace.bytes;
+    workspace.key_bounds = workspace.measured + 16;
+    workspace.zeroed_end =
+        workspace.key_bounds +
+        static_cast<std::size_t>(forward.batch * forward.heads_k) * sizeof(core::KeyBounds);
+    workspace.row_max = (workspace.zeroed_end + 15) / 16 * 16;
+    workspace.bytes = workspace.row_max + terms / 4;
   }
   workspace.bytes = (workspace.bytes + kAlign - 1) / kAlign * kAlign;
   return workspace;

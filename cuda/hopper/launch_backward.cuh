@@ -1,9 +1,11 @@
 // Host half of the backward: turns a plan and pointers into maps and parameters and launches
 //
-//   1 bound_keys         (deterministic only) maxima of K and V, for the integer scales of dQ
+//   1 bound_keys         (deterministic only) maxima of K and V, for the integer units of dQ
 //   2 prepare_rows       row terms, zeros in the sum of dQ
 //   3 backward_paired or backward_pipeline
-//   4 finish_rows        dQ
+//   4 settle_units, 3    (deterministic only) both again for heads with keys too loud for a bound;
+//                        nearly always there is none, and neither does anything
+//   5 finish_rows        dQ
 //
 // on one stream. Nothing waits for the GPU or allocates, and all that changes from call to call is
 // passed by value, so that a CUDA graph can capture it.
@@ -13,6 +15,7 @@
 
 #include "common/backward_finish.cuh"
 #include "common/backward_prepare.cuh"
+#include "common/backward_settle.cuh"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "hopper/backward_paired.cuh"
@@ -38,6 +41,7 @@ class BackwardCall {
         keys_(side(forward_.seqlen_k, tensors.forward.cu_seqlens_k, tensors.forward.seqused_k)),
         row_tiles_(numbers(counted_rows(forward_), plan.tile_q, queries_.cu_seqlens)),
         key_tiles_(numbers(counted_keys(forward_), plan.tile_k, keys_.cu_seqlens)),
+        multiprocessors_(core::max_of(plan.device.multiprocessors, 1)),
         main_blocks_(plan.blocks),
         key_work_(static_cast<int>(key_work(forward_, plan.tile_k))),
         dq_tile_floats_(dq_tile_floats(plan.kernel->head_dim)),
@@ -53,7 +57,13 @@ class BackwardCall {
       status = prepare<Config>();
     }
     if (status.ok() && main_blocks_ > 0) {
-      status = run_main<Config, kMask, kSum>();
+      status = run_main<Config, kMask, kSum>(false);
+    }
+    if (kSum == SumKind::integer && status.ok() && main_blocks_ > 0 && row_blocks() > 0) {
+      status = settle<Config>();
+      if (status.ok()) {
+        status = run_main<Config, kMask, kSum>(true);
+      }
     }
     if (status.ok() && row_blocks() > 0) {
       status = finish<Config, kSum>();
@@ -99,7 +109,10 @@ class BackwardCall {
     pass.dq_sum = at<float>(offsets_.dq_sum);
     pass.lse_terms = at<uint4>(offsets_.lse_terms);
     pass.delta_terms = at<uint4>(offsets_.delta_terms);
-    pass.key_bounds = sum == SumKind::integer ? at<std::uint32_t>(offsets_.key_bounds) : nullptr;
+    const bool integer = sum == SumKind::integer;
+    pass.key_bounds = integer ? at<core::KeyBounds>(offsets_.key_bounds) : nullptr;
+    pass.measured = integer ? at<int>(offsets_.measured) : nullptr;
+    pass.row_max = integer ? at<std::uint32_t>(offsets_.row_max) : nullptr;
     return pass;
   }
 
@@ -118,13 +131,12 @@ class BackwardCall {
     params.v_layout = forward_.v;
     params.head_dim = static_cast<int>(forward_.head_dim);
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
-    params.bounds = at<std::uint32_t>(offsets_.key_bounds);
-    const std::size_t bytes = static_cast<std::size_t>(forward_.batch * forward_.heads_k) * 8;
-    Status status =
-        cuda::check(cudaMemsetAsync(params.bounds, 0, bytes, stream_), "cudaMemsetAsync");
+    params.bounds = at<core::KeyBounds>(offsets_.key_bounds);
+    Status status = cuda::check(cudaMemsetAsync(at<void>(offsets_.measured), 0,
+                                                offsets_.zeroed_end - offsets_.measured, stream_),
+                                "cudaMemsetAsync");
     if (status.ok()) {
-      common::bound_keys<Config::kDType>
-          <<<key_work_, common::kPrepareThreads, 0, stream_>>>(params);
+      common::bound_keys<Config::kDType><<<key_work_, common::kBoundThreads, 0, stream_>>>(params);
       status = cuda::check(cudaGetLastError(), "bound_keys");
     }
     return status;
@@ -201,8 +213,19 @@ class BackwardCall {
                            core::TileDirection::ascending);
   }
 
+  template <class Config>
+  Status settle() const {
+    common::SettleParams params;
+    params.pass = row_pass(SumKind::integer);
+    params.tile_k = Config::kTileK;
+    params.claimed = at<int>(offsets_.claimed);
+    return launch_early("settle_units", common::settle_units<Config::kTileQ>,
+                        core::min_of(row_blocks(), 2 * multiprocessors_), common::kSettleThreads, 0,
+                        params);
+  }
+
   template <MaskKind kMask>
-  BackwardParams main_params() const {
+  BackwardParams main_params(SumKind sum, bool repeats) const {
     BackwardParams params;
     params.queries = queries_;
     params.keys = keys_;
@@ -213,6 +236,7 @@ class BackwardCall {
     params.query_extent = static_cast<int>(counted_rows(forward_));
     params.key_extent = static_cast<int>(counted_keys(forward_));
     params.heads_q = static_cast<int>(forward_.heads_q);
+    params.heads_k = static_cast<int>(forward_.heads_k);
     params.group = static_cast<int>(forward_.heads_q / forward_.heads_k);
     params.window_left = mask_.left;
     params.window_right = mask_.right;
@@ -223,6 +247,11 @@ class BackwardCall {
     params.masked_score = forward_.scale > 0.0f ? -__builtin_huge_valf() : __builtin_huge_valf();
     params.row_tile_count = offsets_.row_tile_count;
     params.work_count = key_work_;
+    const common::RowPass pass = row_pass(sum);
+    params.key_bounds = pass.key_bounds;
+    params.row_max = pass.row_max;
+    params.measured = pass.measured;
+    params.repeats = repeats;
     params.claimed = at<int>(offsets_.claimed);
     params.dq_sum = at<float>(offsets_.dq_sum);
     params.lse_terms = at<uint4>(offsets_.lse_terms);
@@ -235,13 +264,13 @@ class BackwardCall {
   }
 
   template <class Config, MaskKind kMask, SumKind kSum>
-  Status run_main() const {
+  Status run_main(bool repeats) const {
     BackwardMaps maps;
     Status status = encode_maps<Config>(&maps);
     if (!status.ok()) {
       return status;
     }
-    const BackwardParams params = main_params<kMask>();
+    const BackwardParams params = main_params<kMask>(kSum, repeats);
     if constexpr (Config::kTileK == 128) {
       return launch(backward_paired<Config, kMask, kSum>, kStorageBytes<PairedStorage<Config>>,
                     Config::kThreads, maps, params);
@@ -297,6 +326,7 @@ class BackwardCall {
   const cudaStream_t stream_;
   const core::SequenceSide queries_, keys_;
   const common::TileNumbers row_tiles_, key_tiles_;
+  const int multiprocessors_;
   const int main_blocks_;
   const int key_work_;
   const int dq_tile_floats_;

@@ -25,13 +25,6 @@ inline Strides strides_of(const Layout& layout, bool packed) {
   return Strides{packed ? 0 : layout.batch, layout.seq, layout.head};
 }
 
-// Scores times this are base-2 logits. A scale of 0 becomes one that no score survives, so that
-// masked scores stay -inf (and not -inf * 0).
-inline float logit_scale(float scale) {
-  constexpr float kNothing = 1e-30f;
-  return core::max_of(scale * core::kLog2E, kNothing);
-}
-
 inline Status forward_maps(const ForwardConfig& config, const ForwardProblem& p,
                            const ForwardTensors& t, ForwardMaps* maps) {
   const std::int64_t batch_q = p.packed_q ? 1 : p.batch;
@@ -83,7 +76,7 @@ inline ForwardParams forward_params(const ForwardConfig& config, const ForwardPl
   params.qk_panels = panels_per_copy(p.head_dim, config.k_tile().panels() * tile::kPanelColumns);
   params.v_panels = panels_per_copy(p.head_dim_v, config.v_tile().panels() * tile::kPanelColumns);
   params.scale = p.scale;
-  params.scale_log2 = logit_scale(p.scale);
+  params.scale_log2 = p.scale * core::kLog2E;  // positive: a masked score stays -inf
   params.lse = p.wants_lse ? t.lse : nullptr;
   params.lse_head = p.packed_q ? p.total_q : p.seqlen_q;
   params.lse_batch = p.packed_q ? 0 : p.heads_q * p.seqlen_q;

@@ -43,8 +43,8 @@ Status shape_rule(const KernelInfo& row, const ForwardProblem& p) {
         kUnsupported, "needs head dims that are multiples of %d, they are %" PRId64 " and %" PRId64,
         tile::kChunkColumns, p.head_dim, p.head_dim_v);
   }
-  if (p.scale < 0.0f) {
-    return Status::error(kUnsupported, "needs scale >= 0, it is %g", static_cast<double>(p.scale));
+  if (!(p.scale > 0.0f)) {
+    return Status::error(kUnsupported, "needs scale > 0, it is %g", static_cast<double>(p.scale));
   }
   if (mask_kind(p) != row.mask) {
     return Status::error(kUnsupported,

@@ -1,0 +1,62 @@
+// Between the two main passes of deterministic mode, where a head has keys so loud that a bound on
+// its rows would cost them their precision (core/integer_unit.h): the units of its rows from the
+// largest additions that the first pass has seen, and zeros in its sums for the second.
+#pragma once
+
+#include <cstdint>
+
+#include "common/backward_rows.cuh"
+#include "core/integer_unit.h"
+#include "prim/grid_dependency.cuh"
+
+namespace pantile::common {
+
+struct SettleParams {
+  RowPass pass;
+  int tile_k;    // keys of an addition to the sums
+  int* claimed;  // the main kernel's work counter, set to 0
+};
+
+inline constexpr int kSettleThreads = 256;
+
+// Nearly always nothing is to be done: few blocks, which then share the tiles.
+template <int kTileQ>
+__global__ void __launch_bounds__(kSettleThreads)
+    settle_units(const __grid_constant__ SettleParams params) {
+  prim::allow_next_grid();
+  prim::wait_for_previous_grid();
+  const RowPass& pass = params.pass;
+  const int thread = static_cast<int>(threadIdx.x);
+  if (blockIdx.x == 0 && thread == 0) {
+    *params.claimed = 0;
+  }
+  if (*pass.measured == 0) {
+    return;
+  }
+  const int tiles = pass.row_tile_count * pass.heads_q;
+  for (int work = static_cast<int>(blockIdx.x); work < tiles; work += static_cast<int>(gridDim.x)) {
+    const RowTile row_tile = locate_row_tile(pass, work, tiles);
+    if (row_tile.tile * kTileQ >= row_tile.rows ||
+        pass.key_bounds[key_head_of(pass, row_tile)].measured == 0) {
+      continue;
+    }
+    const int terms = additions(pass, row_tile, params.tile_k);
+    for (int row = thread; row < kTileQ; row += kSettleThreads) {
+      const std::int64_t slot = row_tile.index * kTileQ + row;
+      const std::uint32_t largest = pass.row_max[slot];
+      std::uint32_t& scale = pass.lse_terms[slot].z;
+      if (!core::is_finite_bits(largest)) {
+        scale = 0;  // dQ becomes NaN
+      } else if (scale != 0) {
+        scale = __float_as_uint(
+            core::unit_scale(core::measured_bound(__uint_as_float(largest), terms)));
+      }
+    }
+    float4* sum = reinterpret_cast<float4*>(pass.dq_sum + row_tile.index * pass.tile_floats);
+    for (int i = thread; i < pass.tile_floats / 4; i += kSettleThreads) {
+      sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+}
+
+}  // namespace pantile::common
