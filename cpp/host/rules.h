@@ -1,4 +1,4 @@
-// Rules that validate.cc and validate_fp8.cc share.
+// Rules that validate.cc, validate_tensors.cc and validate_fp8.cc share.
 #pragma once
 
 #include <initializer_list>

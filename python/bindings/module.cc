@@ -134,6 +134,25 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, bool causal, const c
   return run_forward_request(&*request) == 0 ? o : nb::none();
 }
 
+void take_gradients(nb::handle grad_q, nb::handle grad_k, nb::handle grad_v, const Request& request,
+                    BackwardProblem* problem, BackwardTensors* tensors) {
+  const TensorView view_q = read_tensor(grad_q, "grad_q");
+  const TensorView view_k = read_tensor(grad_k, "grad_k");
+  const TensorView view_v = read_tensor(grad_v, "grad_v");
+  require_query_rows(view_q, request, request.problem.head_dim);
+  require_key_rows(view_k, request, request.problem.head_dim);
+  require_key_rows(view_v, request, request.problem.head_dim_v);
+  for (const TensorView* view : {&view_q, &view_k, &view_v}) {
+    require_contiguous(*view);
+  }
+  problem->grad_q = layout_of(view_q);
+  problem->grad_k = layout_of(view_k);
+  problem->grad_v = layout_of(view_v);
+  tensors->grad_q = view_q.data;
+  tensors->grad_k = view_k.data;
+  tensors->grad_v = view_v.data;
+}
+
 unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::handle k, nb::handle v,
                   nb::handle o, nb::handle o_low, nb::handle lse, nb::handle grad_q,
                   nb::handle grad_k, nb::handle grad_v, nb::handle cu_seqlens_q,
@@ -145,7 +164,6 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
       read_request(q, k, v,
                    Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
                             max_seqlen_k, scale, window_left, window_right, backend});
-  const std::int64_t head_dim = request.problem.head_dim;
   const std::int64_t head_dim_v = request.problem.head_dim_v;
   const TensorView output = read_tensor(o, "o");
   const TensorView grad_output = read_tensor(grad_o, "grad_o");
@@ -178,22 +196,7 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
     tensors.grad_lse = static_cast<const float*>(grad_rows.data);
   }
 
-  const TensorView view_q = read_tensor(grad_q, "grad_q");
-  const TensorView view_k = read_tensor(grad_k, "grad_k");
-  const TensorView view_v = read_tensor(grad_v, "grad_v");
-  require_query_rows(view_q, request, head_dim);
-  require_key_rows(view_k, request, head_dim);
-  require_key_rows(view_v, request, head_dim_v);
-  for (const TensorView* view : {&view_q, &view_k, &view_v}) {
-    require_contiguous(*view);
-  }
-  problem.grad_q = layout_of(view_q);
-  problem.grad_k = layout_of(view_k);
-  problem.grad_v = layout_of(view_v);
-  tensors.grad_q = view_q.data;
-  tensors.grad_k = view_k.data;
-  tensors.grad_v = view_v.data;
-
+  take_gradients(grad_q, grad_k, grad_v, request, &problem, &tensors);
   const std::initializer_list<Operand> operands = {
       {&request.q, &problem.forward.q, kCopyQ}, {&request.k, &problem.forward.k, kCopyK},
       {&request.v, &problem.forward.v, kCopyV}, {&grad_output, &problem.grad_o, kCopyGradO},
