@@ -702,8 +702,8 @@ LISTED = {
         ),
     ],
     "low_bits.h": [
-        ("LowBits.NumbersThatRoundToAHalf", "kLowShiftBf16 = 8", "kLowShiftBf16 = 9"),
-        ("LowBits.NumbersThatRoundToAHalf", "kLowShiftF16 = 5", "kLowShiftF16 = 4"),
+        ("LowBits.StepsFillHalfAnInterval", "kLowShiftBf16 = 8", "kLowShiftBf16 = 9"),
+        ("LowBits.StepsFillHalfAnInterval", "kLowShiftF16 = 5", "kLowShiftF16 = 4"),
         ("LowBits.NumbersThatRoundToAHalf", "distance + (1 << (kShift - 1))", "distance"),
         ("LowBits.NumbersThatRoundToAHalf", "(1 << (kShift - 1))", "(1 << (kShift - 1)) - 1"),
         ("LowBits.NumbersThatRoundToAHalf", "clamp(steps, -128, 127)", "steps"),

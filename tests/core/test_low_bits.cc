@@ -105,6 +105,12 @@ void expect_defined_around(float number) {
   }
 }
 
+// Half an interval of the 16-bit numbers is 128 steps.
+TEST(LowBits, StepsFillHalfAnInterval) {
+  EXPECT_EQ(128 << kLowShiftBf16, (1 << Bf16::kWordShift) / 2);
+  EXPECT_EQ(128 << kLowShiftF16, (1 << F16::kWordShift) / 2);
+}
+
 template <class Format>
 void expect_numbers_that_round_to_a_half(std::uint32_t one, std::uint32_t infinity) {
   const auto close = [](std::uint32_t a, std::uint32_t b) { return a - b + 3u <= 6u; };
