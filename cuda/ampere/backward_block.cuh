@@ -86,7 +86,7 @@ class BackwardBlock {
   // ---- fetching
 
   PANTILE_DEVICE void clear_missing_columns() {
-    if (params_.head_dim < Config::kHeadDim || params_.head_dim_v < Config::kHeadDimV) {
+    if (params_.q_columns < Config::kHeadDim || params_.head_dim_v < Config::kHeadDimV) {
       typename Config::KCopy(params_.head_dim).clear_missing_columns(storage_.k);
       typename Config::VCopy(params_.head_dim_v).clear_missing_columns(storage_.v);
       for (Stage& stage : storage_.stages) {
@@ -254,7 +254,7 @@ class BackwardBlock {
   PANTILE_DEVICE const BackwardWork& work() const { return storage_.work; }
 
   PANTILE_DEVICE typename Config::QCopy q_copy() const {
-    return typename Config::QCopy(params_.head_dim);
+    return typename Config::QCopy(params_.q_columns);
   }
   PANTILE_DEVICE typename Config::GradCopy grad_copy() const {
     return typename Config::GradCopy(params_.head_dim_v);

@@ -86,11 +86,13 @@ class BackwardBlockF32 {
     }
     tile::clear_accumulators(grad_x_);
     tile::clear_accumulators(grad_y_);
-    if (params.head_dim < Config::kColumns || params.head_dim_v < Config::kColumns) {
-      OwnCopy(params.head_dim).clear_missing_columns(storage.own_x);
+    const int own_columns = kOwnsQueries ? params.q_columns : params.head_dim;
+    const int other_columns = kOwnsQueries ? params.head_dim : params.q_columns;
+    if (params.q_columns < Config::kColumns || params.head_dim_v < Config::kColumns) {
+      OwnCopy(own_columns).clear_missing_columns(storage.own_x);
       OwnCopy(params.head_dim_v).clear_missing_columns(storage.own_y);
       for (Stage& stage : storage.stages) {
-        OtherCopy(params.head_dim).clear_missing_columns(stage.x);
+        OtherCopy(other_columns).clear_missing_columns(stage.x);
         OtherCopy(params.head_dim_v).clear_missing_columns(stage.y);
       }
     }
@@ -177,7 +179,8 @@ class BackwardBlockF32 {
       copy.copy_ragged_if(true, prim::shared_address(to), OwnCopy::source(rows, first),
                           rows.stride * OwnCopy::kPassRows * 2, existing);
     };
-    fetch(kOwnsQueries ? params_.q : params_.k, params_.head_dim, storage_.own_x);
+    fetch(kOwnsQueries ? params_.q : params_.k, kOwnsQueries ? params_.q_columns : params_.head_dim,
+          storage_.own_x);
     fetch(kOwnsQueries ? params_.grad_o : params_.v, params_.head_dim_v, storage_.own_y);
   }
 
@@ -191,7 +194,8 @@ class BackwardBlockF32 {
       copy.copy_ragged_if(true, prim::shared_address(to), OtherCopy::source(rows, first),
                           rows.stride * OtherCopy::kPassRows * 2, existing);
     };
-    fetch(kOwnsQueries ? params_.k : params_.q, params_.head_dim, stage_of(i).x);
+    fetch(kOwnsQueries ? params_.k : params_.q, kOwnsQueries ? params_.head_dim : params_.q_columns,
+          stage_of(i).x);
     fetch(kOwnsQueries ? params_.v : params_.grad_o, params_.head_dim_v, stage_of(i).y);
     prim::commit_copies();
   }

@@ -22,6 +22,7 @@ struct BackwardParams {
   int group;                      // query heads per key head
   int window_left, window_right;  // core::kNoBound lifts a side
   int head_dim, head_dim_v;       // of the tensors, at most the kernel's
+  int q_columns;                  // head_dim; with a scale of 0 none: then Q counts as zeros
   float scale, scale_log2;        // scale_log2: times log2(e)
   bool integer_sums;              // dQ is summed as integers: the order does not show
   float* dq_sum;                  // [heads_q][row_tile_count][tile_q * kernel head dim], quads

@@ -22,6 +22,7 @@ struct BackwardParamsF32 {
   int group;                         // query heads per key head
   int window_left, window_right;     // core::kNoBound lifts a side
   int head_dim, head_dim_v;          // 16-bit columns of the tensors
+  int q_columns;                     // head_dim; with a scale of 0 none: then Q counts as zeros
   float scale, scale_log2;           // scale_log2: times log2(e)
   // Minus LSE, base 2, and dLSE - rowsum(dO * O): [heads_q][term_rows], rows of all sequences.
   const float2* row_terms;

@@ -11,6 +11,7 @@
 #include "ampere/backward_params.cuh"
 #include "common/backward_prepare.cuh"
 #include "common/backward_rows.cuh"
+#include "core/low_bits.h"
 #include "core/softmax_state.h"
 #include "prim/convert.cuh"
 #include "prim/unpack.cuh"
@@ -23,6 +24,8 @@ inline constexpr int kRowThreads = 256;  // of a block of either kernel
 struct PrepareParams {
   common::RowPass pass;
   Operand o, grad_o;
+  const std::int8_t* o_low;         // contiguous, shape of O (core/low_bits.h), or null
+  std::int64_t o_low_batch_stride;  // rows; 0 for packed tensors
   int head_dim_v;
   const float* lse;       // [batch][heads_q][seqlen_q], packed [heads_q][total_q]
   const float* grad_lse;  // the same, or null
@@ -58,6 +61,7 @@ __global__ void __launch_bounds__(kRowThreads)
   constexpr int kTileQ = Config::kTileQ;
   constexpr int kTileWords = kTileQ * Config::kHeadDim;
   constexpr int kGroup = kThreadsPerRow<Config>;
+  constexpr int kShift = kDType == DType::bf16 ? core::kLowShiftBf16 : core::kLowShiftF16;
   const common::RowPass& pass = params.pass;
   const int thread = static_cast<int>(threadIdx.x);
   const common::RowTile tile =
@@ -80,15 +84,23 @@ __global__ void __launch_bounds__(kRowThreads)
                                   (packed ? tile.sequence : tile.batch * params.lse_batch_stride) +
                                   tile.first_row;
   const int column = thread % kGroup * 8;
+  const std::int64_t low_row =
+      (packed ? tile.sequence : tile.batch * params.o_low_batch_stride) + tile.first_row;
 #pragma unroll
   for (int i = thread / kGroup; i < kTileQ; i += kRowThreads / kGroup) {
     const int row = first + i;
     const bool exists = row < tile.rows;
     uint4 x = make_uint4(0, 0, 0, 0);
     uint4 y = x;
+    std::uint64_t low = 0;
     if (exists && column < params.head_dim_v) {
       x = *reinterpret_cast<const uint4*>(o + row * params.o.seq + column);
       y = *reinterpret_cast<const uint4*>(grad_o + row * params.grad_o.seq + column);
+      if (params.o_low != nullptr) {
+        low = *reinterpret_cast<const std::uint64_t*>(
+            params.o_low + ((low_row + row) * pass.heads_q + tile.head) * params.head_dim_v +
+            column);
+      }
     }
     const std::uint32_t words_o[4] = {x.x, x.y, x.z, x.w};
     const std::uint32_t words_grad[4] = {y.x, y.y, y.z, y.w};
@@ -96,7 +108,11 @@ __global__ void __launch_bounds__(kRowThreads)
     float norm2 = 0.0f;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const float2 a = prim::unpack<kDType>(words_o[k]);
+      float2 a = prim::unpack<kDType>(words_o[k]);
+      if (params.o_low != nullptr) {
+        a.x = core::with_low_bits<kShift>(a.x, static_cast<std::int8_t>(low >> (16 * k)));
+        a.y = core::with_low_bits<kShift>(a.y, static_cast<std::int8_t>(low >> (16 * k + 8)));
+      }
       const float2 b = prim::unpack<kDType>(words_grad[k]);
       product += a.x * b.x + a.y * b.y;
       norm2 += b.x * b.x + b.y * b.y;

@@ -105,6 +105,8 @@ class BackwardCall {
     params.pass = row_pass();
     params.o = make_operand(tensors_.forward.o, forward_.o, forward_.packed_q);
     params.grad_o = make_operand(tensors_.grad_o, problem_.grad_o, forward_.packed_q);
+    params.o_low = problem_.has_o_low ? tensors_.o_low : nullptr;
+    params.o_low_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q;
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
     params.lse = tensors_.forward.lse;
     params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
@@ -132,6 +134,7 @@ class BackwardCall {
     params.window_right = mask_.right;
     params.head_dim = static_cast<int>(forward_.head_dim);
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
+    params.q_columns = forward_.scale == 0.0f ? 0 : params.head_dim;
     params.scale = forward_.scale;
     params.scale_log2 = forward_.scale * core::kLog2E;
     params.integer_sums = problem_.deterministic;

@@ -124,6 +124,7 @@ class BackwardCallF32 {
     params.window_right = mask.right;
     params.head_dim = static_cast<int>(2 * forward_.head_dim);
     params.head_dim_v = static_cast<int>(2 * forward_.head_dim_v);
+    params.q_columns = forward_.scale == 0.0f ? 0 : params.head_dim;
     params.scale = forward_.scale;
     params.scale_log2 = forward_.scale * core::kLog2E;
     params.row_terms = row_terms_;
