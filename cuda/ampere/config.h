@@ -91,6 +91,12 @@ constexpr SoftmaxKind softmax_kind(ForwardSoftmax softmax) {
   return {};
 }
 
+// A sequence with more keys than this may have takes the kernel that sums P V and P key tile by key
+// tile, with the softmax on vector units. Tensor cores cut bits off when they add, towards zero: a
+// mean of V of 1 then comes out 7e-9 too small for each key, as much as half of what an f16 O
+// resolves at 70,000 keys, and at 1,000,000 seven times as much as all of it.
+inline constexpr std::int64_t kLongRowKeys = 131072;
+
 // Which of them a row of cuda/kernels.def has.
 constexpr bool has_softmax(DType dtype, int head_dim, int head_dim_v, MaskKind mask,
                            ForwardSoftmax softmax) {
@@ -104,7 +110,7 @@ inline constexpr int kWorkBytes = 128;  // ForwardWork and BackwardWork (storage
 
 constexpr int forward_shared_bytes(const ForwardTile& tile, int head_dim, int head_dim_v) {
   return 2 * (tile.tile_q * head_dim + tile.stages * tile.tile_k * (head_dim + head_dim_v)) +
-         kWorkBytes;
+         kWorkBytes + 4 * tile.tile_q;  // references of rows with large logits
 }
 
 // Two warps a scheduler (8 a multiprocessor) that drift apart keep the tensor cores fed; one alone

@@ -34,12 +34,22 @@ PANTILE_DEVICE void finish_scores(Block& block, typename Block::Scores& s, int n
     block.keys.mask_scores(s, n);
   }
   block.softmax.take_max(s);
-  block.softmax.raise_references(s, block.reference_rules());
+  block.raise_references(s);
+}
+
+template <bool kMasked, class Config, class Block>
+PANTILE_DEVICE void value_product(Block& block, typename Block::Scores& s, int stage, int n,
+                                  int groups) {
+  if constexpr (Config::kLongRows) {
+    block.template long_value_product<kMasked>(s, stage, n);
+  } else {
+    block.template value_product<kMasked>(s, stage, n, groups);
+  }
 }
 
 // Two stages, tile n in stage n % 2: one barrier a tile. Behind it, all warps are done with the
 // stage that is refilled.
-template <bool kMasked, class Block>
+template <bool kMasked, class Config, class Block>
 PANTILE_DEVICE void staged_tiles(Block& block, int& n, int last) {
 #pragma unroll 1
   for (; n >= last; --n) {
@@ -53,12 +63,12 @@ PANTILE_DEVICE void staged_tiles(Block& block, int& n, int last) {
     const int groups = kMasked ? block.keys.seen_groups(n) : Block::kKeyGroups;
     block.template score_product<kMasked>(s, n & 1, groups);
     finish_scores<kMasked>(block, s, n);
-    block.template value_product<kMasked>(s, n & 1, groups);
+    value_product<kMasked, Config>(block, s, n & 1, n, groups);
   }
 }
 
 // One stage: V is fetched under S, the next K under P V; two barriers a tile.
-template <bool kMasked, class Block>
+template <bool kMasked, class Config, class Block>
 PANTILE_DEVICE void single_stage_tiles(Block& block, int& n, int last) {
 #pragma unroll 1
   for (; n >= last; --n) {
@@ -73,7 +83,7 @@ PANTILE_DEVICE void single_stage_tiles(Block& block, int& n, int last) {
     block.template fetch_keys<false>(n - 1, 0);
     prim::commit_copies();
     finish_scores<kMasked>(block, s, n);
-    block.template value_product<kMasked>(s, 0, groups);
+    value_product<kMasked, Config>(block, s, 0, n, groups);
     prim::wait_copies<0>();
     __syncthreads();
   }
@@ -82,9 +92,9 @@ PANTILE_DEVICE void single_stage_tiles(Block& block, int& n, int last) {
 template <bool kMasked, class Config, class Block>
 PANTILE_DEVICE void sequential_tiles(Block& block, int& n, int last) {
   if constexpr (Config::kStages == 1) {
-    single_stage_tiles<kMasked>(block, n, last);
+    single_stage_tiles<kMasked, Config>(block, n, last);
   } else {
-    staged_tiles<kMasked>(block, n, last);
+    staged_tiles<kMasked, Config>(block, n, last);
   }
 }
 
@@ -129,12 +139,13 @@ PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int 
   }
   const int next_groups = kNextMasked ? block.keys.seen_groups(n - 1) : Block::kKeyGroups;
   if constexpr (kMasked && Block::kCalmEdges) {
-    block.template value_product<kMasked>(s, n & 1, groups);
+    block.template value_product<kMasked>(s, n & 1, n, groups);
     block.template score_product<kNextMasked>(s, (n - 1) & 1, next_groups);
     groups = next_groups;
     finish_scores<kNextMasked>(block, s, n - 1);
     return;
   }
+  block.template begin_exponentials<kMasked>(n);
   typename Block::Weights p[2][kStep];
   const auto exponentials = [&](int step, int unit) {
     const int group = step * kStep + unit / (2 * Config::kRowTiles);
@@ -173,7 +184,7 @@ PANTILE_DEVICE void pipelined_step(Block& block, typename Block::Scores& s, int 
     finish_scores<true>(block, s, n - 1);
   } else {
     spread<kUnits, 1>(0, [&](int unit) { maxima(1, unit); });
-    block.softmax.raise_references(s, block.reference_rules());
+    block.raise_references(s);
   }
 }
 
@@ -218,12 +229,12 @@ PANTILE_DEVICE void run_pipelined(Block& block) {
   if constexpr (Block::kCountsAnew) {
     groups = block.keys.seen_groups(n);
   }
-  block.template value_product<true>(s, n & 1, groups);
+  block.template value_product<true>(s, n & 1, n, groups);
 }
 
 template <class Config, class Block>
 PANTILE_DEVICE void run_tiles(Block& block) {
-  if constexpr (Config::kSchedule == Schedule::pipelined) {
+  if constexpr (Config::kSchedule == Schedule::pipelined && !Config::kLongRows) {
     run_pipelined<Config>(block);
   } else {
     run_sequential<Config>(block);
@@ -238,7 +249,7 @@ PANTILE_DEVICE void run_block(const ForwardParams& params) {
   if (work.row0 >= work.sequence.allocated) {
     return;  // packed sequences are shorter than the grid allows for
   }
-  ForwardStorage<Config>& storage = *reinterpret_cast<ForwardStorage<Config>*>(shared);
+  auto& storage = *reinterpret_cast<typename Block::Storage*>(shared);
   Block::fetch_queries(params, storage, work);
 #pragma unroll 1
   for (bool again = false;; again = true) {
@@ -260,10 +271,17 @@ PANTILE_DEVICE void run_block(const ForwardParams& params) {
   }
 }
 
-// One kernel, under three names by the kind of softmax, so that reports tell them apart.
+// One kernel, under four names by the kind of softmax and for long rows, so that reports tell them
+// apart.
 template <class Config, DType kDType, MaskKind kMask>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     forward_kernel(const __grid_constant__ ForwardParams params) {
+  run_block<Config, kDType, kMask>(params);
+}
+
+template <class Config, DType kDType, MaskKind kMask>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    long_forward_kernel(const __grid_constant__ ForwardParams params) {
   run_block<Config, kDType, kMask>(params);
 }
 

@@ -1,10 +1,11 @@
-// What one thread block of the forward does, step by step: fetching, the two products and the
-// store. forward.cuh puts the steps in order.
+// What one thread block of the forward does, step by step: fetching and the two products.
+// forward.cuh puts the steps in order, forward_output.cuh stores what comes out.
 #pragma once
 
 #include <cstdint>
 
 #include "ampere/forward_keys.cuh"
+#include "ampere/forward_output.cuh"
 #include "ampere/forward_params.cuh"
 #include "ampere/softmax.cuh"
 #include "ampere/spread.cuh"
@@ -16,6 +17,7 @@
 #include "prim/nonfinite.cuh"
 #include "prim/special_registers.cuh"
 #include "prim/unpack.cuh"
+#include "tile/accumulators_sm80.cuh"
 #include "tile/row_copy_sm80.cuh"
 #include "tile/swizzled_rows_sm80.cuh"
 
@@ -23,7 +25,10 @@ namespace pantile::ampere {
 
 template <class Config, DType kDType, MaskKind kMask>
 class ForwardBlock {
-  using Storage = ForwardStorage<Config>;
+ public:
+  using Storage = ReferenceStorage<Config>;
+
+ private:
   using QRows = tile::SwizzledRows<Config::kHeadDim>;
   using KRows = tile::SwizzledRows<Config::kHeadDim>;
   using VRows = tile::SwizzledRows<Config::kHeadDimV>;
@@ -34,18 +39,6 @@ class ForwardBlock {
   static constexpr int kTileK = Config::kTileK;
   static constexpr int kStages = Config::kStages;
   static constexpr int kRowTiles = Config::kRowTiles;
-
-  // LSE of the sequence's first row; null when it is not wanted.
-  PANTILE_DEVICE float* lse_rows(const ForwardWork& work) const {
-    if (params_.lse == nullptr) {
-      return nullptr;
-    }
-    const std::int64_t heads_before =
-        params_.lse_packed
-            ? work.head
-            : static_cast<std::int64_t>(work.sequence.batch) * params_.heads_q + work.head;
-    return params_.lse + heads_before * params_.lse_head_stride + work.sequence.first;
-  }
 
  public:
   static constexpr bool kPartlySeen = kMask != MaskKind::full;
@@ -105,7 +98,9 @@ class ForwardBlock {
     return prim::shared_address(storage_.stages[stage].v);
   }
 
-  PANTILE_DEVICE const ReferenceRules& reference_rules() const { return params_.references; }
+  PANTILE_DEVICE void raise_references(Scores& s) {
+    softmax.raise_references(s, params_.references, storage_.references);
+  }
 
   // ---- fetching
 
@@ -133,6 +128,9 @@ class ForwardBlock {
   PANTILE_DEVICE void publish_queries() {
     if (params_.negate_q && !again_) {
       QCopy::negate(storage_.q);
+    }
+    if (params_.zero_q) {
+      QCopy::template multiply<kDType>(storage_.q, 0.0f);
     }
     if constexpr (Config::kSoftmax.fast_scale) {
       QCopy::template multiply<kDType>(storage_.q, params_.scale);
@@ -301,10 +299,19 @@ class ForwardBlock {
     }
   }
 
+  // Before the exponentials of key tile n.
+  template <bool kMasked>
+  PANTILE_DEVICE void begin_exponentials(int n) {
+    if constexpr (kMasked && Config::kSoftmax.tensor_quarters > 0) {
+      softmax.repeats = again_ && keys.was_full(n);
+    }
+  }
+
   // Exponentials and O += P V, group by group: the exponentials of a group run between the products
   // of the one before it.
   template <bool kMasked>
-  PANTILE_DEVICE void value_product(Scores& s, int stage, int groups) {
+  PANTILE_DEVICE void value_product(Scores& s, int stage, int n, int groups) {
+    begin_exponentials<kMasked>(n);
     const std::uint32_t v_lane = v_tile(stage) + v_lane_;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -334,6 +341,53 @@ class ForwardBlock {
     }
   }
 
+  // The same for long rows: each tile's products are summed apart and then added to O. Tensor cores
+  // cut bits off when they add, towards zero: sums of a million products would lose 7e-3.
+  template <bool kMasked>
+  PANTILE_DEVICE void long_value_product(Scores& s, int stage, int n) {
+    begin_exponentials<kMasked>(n);
+    const std::uint32_t v_lane = v_tile(stage) + v_lane_;
+    Weights p[kKeyGroups];
+#pragma unroll
+    for (int group = 0; group < kKeyGroups; ++group) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        softmax.template exponentials<kMasked>(s, m, 2 * group);
+        softmax.template exponentials<kMasked>(s, m, 2 * group + 1);
+        softmax.template pack<kMasked>(s, m, group, p[group][m]);
+      }
+    }
+#pragma unroll
+    for (int column16 = 0; column16 < kValueSteps; ++column16) {
+      float part[kRowTiles][2][4];
+      tile::clear_accumulators(part);
+#pragma unroll
+      for (int group = 0; group < kKeyGroups; ++group) {
+        std::uint32_t b[4];
+        prim::load_matrix_x4_transposed(b, VRows::step(v_lane, group, column16));
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          prim::mma_add<kDType>(part[m][0], p[group][m], b[0], b[1]);
+          prim::mma_add<kDType>(part[m][1], p[group][m], b[2], b[3]);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            softmax.o[m][2 * column16 + half][c] += part[m][half][c];
+          }
+        }
+      }
+    }
+    constexpr int kApart = 16;  // tiles whose weights are summed before they join the others
+    if (n % kApart == 0) {
+      softmax.begin_sums();
+    }
+  }
+
   // O += P V for kCount groups whose P is ready; calls between(slot) after each of the
   // kValueSteps * kCount steps.
   template <bool kMasked, int kCount, class Between>
@@ -354,87 +408,7 @@ class ForwardBlock {
 
   // ---- output
 
-  // This lane's part of a row of O, in fp32 and straight to global memory.
-  PANTILE_DEVICE void store_float32(const ForwardWork& work, int row, int m, int r,
-                                    float normaliser) const {
-    if (row >= work.sequence.allocated) {
-      return;
-    }
-    const Operand& o = params_.o;
-    const int column = prim::lane_index() % 4 * 2;
-    float* const to = static_cast<float*>(o.data) + work.sequence.batch * o.batch +
-                      (work.sequence.first + row) * o.seq + work.head * o.head + column;
-    const bool used = row < work.sequence.length;
-#pragma unroll
-    for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
-      if (8 * j < params_.head_dim_v) {
-        *reinterpret_cast<float2*>(to + 8 * j) =
-            used ? make_float2(softmax.o[m][j][2 * r] * normaliser,
-                               softmax.o[m][j][2 * r + 1] * normaliser)
-                 : make_float2(0.0f, 0.0f);
-      }
-    }
-  }
-
-  // All copies have landed and every warp is past its last S, so each may overwrite its own rows of
-  // Q. Rows past the sequence's length, as far as the tensor has them, are those of an empty row.
-  PANTILE_DEVICE void store() {
-    const ForwardWork work = storage_.work;
-    const int thread = prim::fresh_thread_index();
-    const int lane = thread % 32;
-    const int warp_row = thread / 32 * Config::kWarpRows;
-    const int first = work.row0 + warp_row;
-    char* const rows = reinterpret_cast<char*>(storage_.q + warp_row * Config::kHeadDim);
-    float* const lse = lse_rows(work);
-    int largest = attn::kSmallestLogit;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        softmax.finish_row(m, r);
-        const float normaliser = softmax.normaliser(m, r);
-        const int row = m * 16 + r * 8 + lane / 4;
-        if (params_.output_f32) {
-          store_float32(work, first + row, m, r, normaliser);
-        }
-#pragma unroll
-        for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
-          *reinterpret_cast<std::uint32_t*>(rows + VRows::offset(row, j) + lane % 4 * 4) =
-              prim::pack<kDType>(softmax.o[m][j][2 * r] * normaliser,
-                                 softmax.o[m][j][2 * r + 1] * normaliser);
-        }
-        if (first + row < work.sequence.length) {
-          largest = max(largest, softmax.max_logit(m, r, params_.references));
-        }
-        if (lse != nullptr && lane % 4 == 0 && first + row < work.sequence.allocated) {
-          lse[first + row] =
-              first + row < work.sequence.length ? softmax.log_sum_exp(m, r) : -INFINITY;
-        }
-      }
-    }
-    if (params_.max_logit != nullptr) {
-      attn::raise_max_logit(
-          params_.max_logit + work.sequence.batch * std::int64_t{params_.heads_q} + work.head,
-          largest);
-    }
-    if (params_.output_f32) {
-      return;
-    }
-    __syncwarp();
-    const tile::HeadRows o = head_rows(params_.o, work.sequence, work.head);
-#pragma unroll 4
-    for (int i = lane; i < Config::kWarpRows * VRows::kChunks; i += 32) {
-      const int row = i / VRows::kChunks;
-      const int chunk = i % VRows::kChunks;
-      if (first + row < work.sequence.allocated && chunk * 8 < params_.head_dim_v) {
-        uint4 value = *reinterpret_cast<const uint4*>(rows + VRows::offset(row, chunk));
-        if (first + row >= work.sequence.length) {
-          value = uint4{0, 0, 0, 0};
-        }
-        *reinterpret_cast<uint4*>(o.rows + (first + row) * o.stride + chunk * 8) = value;
-      }
-    }
-  }
+  PANTILE_DEVICE void store() { ForwardOutput<Config, kDType>(params_, storage_, softmax).store(); }
 
  private:
   const ForwardParams& params_;

@@ -67,7 +67,6 @@ class ForwardBlockF32 {
   static constexpr int kRowTiles = Config::kRowTiles;
   static constexpr int kKeyTiles = kTileK / 8;
   static constexpr int kValueTiles = Config::kDepth / 8;
-  static constexpr float kNothingSeen = 1e30f;  // minus the reference of a row without keys yet
   using Scores = float[kRowTiles][kKeyTiles][4];
 
  public:
@@ -108,6 +107,9 @@ class ForwardBlockF32 {
     keys_.template fetch_keys<true>(n, stage().k);
     prim::commit_copies();
     prim::wait_copies<0>();
+    if (params_.zero_q) {
+      Config::QCopy::template multiply<DType::f32>(storage_.q, 0.0f);
+    }
     __syncthreads();
 #pragma unroll 1
     for (; n >= tiles.visit.begin; --n) {

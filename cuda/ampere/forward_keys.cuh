@@ -41,7 +41,17 @@ class ForwardKeys {
   PANTILE_DEVICE const core::TilePlan& tiles() const { return tiles_; }
 
   PANTILE_DEVICE void treat_all_as_masked() {
+    full_before_ = tiles_.full;
     tiles_.full = core::Span{tiles_.visit.begin, tiles_.visit.begin};
+  }
+
+  // Whether tile n, now masked, was not before. Pipelined kernels treat the first and the last tile
+  // that they go through as masked in any case.
+  PANTILE_DEVICE bool was_full(int n) const {
+    if constexpr (Config::kSchedule == Schedule::pipelined) {
+      return n > full_before_.begin && n < core::min_of(full_before_.end, tiles_.visit.end - 1);
+    }
+    return n >= full_before_.begin && n < full_before_.end;
   }
 
   // Tiles are fetched one after the other, from the last one that is seen to the first, and nothing
@@ -145,7 +155,8 @@ class ForwardKeys {
   int row0_;              // the block's first row, in the sequence
   core::Mask mask_;       // of the sequence
   core::TilePlan tiles_;  // of the block
-  const char* next_k_;    // what this thread copies next
+  core::Span full_before_{0, 0};
+  const char* next_k_;  // what this thread copies next
   const char* next_v_;
 };
 

@@ -21,12 +21,18 @@ struct ReferenceRules {
   float shared_reach;  // how far a row's maximum may lie below a reference of 16 rows
 };
 
+// What a row's reference is before its first visible key, negated: finite, so that a row without
+// keys has logits of -inf + this = -inf and P = 0, and no infinity meets another one; and so large
+// that every finite logit outgrows it.
+inline constexpr float kNothingSeen = 0x1.fffffep127f;
+
 struct ForwardParams {
   Operand q, k, v, o;
   // From a row to the one that the same thread copies next, and to the same row of the next tile.
   std::int64_t q_pass_bytes, k_pass_bytes, k_tile_bytes, v_pass_bytes, v_tile_bytes;
   float* lse;                        // null when not wanted
   std::int64_t lse_head_stride;      // rows of one head of LSE
+  std::int8_t* o_low;                // contiguous, shape of O (core/low_bits.h); null: not wanted
   float* max_logit;                  // [batch][heads_q]; null when not wanted
   bool output_f32;                   // O is fp32; its strides are in elements, as always
   bool lse_packed;                   // [heads, total] instead of [batch, heads, rows]
@@ -38,6 +44,7 @@ struct ForwardParams {
   int head_dim, head_dim_v;       // of the tensors, at most the kernel's
   float scale;                    // times log2(e), positive
   bool negate_q;                  // the problem's scale is negative
+  bool zero_q;                    // the problem's scale is 0: Q counts as Q * 0
   ReferenceRules references;
 };
 
@@ -49,7 +56,8 @@ inline constexpr bool kSparesRegisters = true;
 inline constexpr bool kSparesRegisters = false;
 #endif
 
-template <int kHeadDimOf, int kHeadDimVOf, ForwardTile kTile, SoftmaxKind kSoftmaxOf>
+template <int kHeadDimOf, int kHeadDimVOf, ForwardTile kTile, SoftmaxKind kSoftmaxOf,
+          bool kLongRowsOf = false>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimOf;    // of Q, K
   static constexpr int kHeadDimV = kHeadDimVOf;  // of V, O
@@ -61,6 +69,7 @@ struct ForwardConfig {
   static constexpr bool kQInRegisters = kTile.q_in_registers;
   static constexpr Schedule kSchedule = kTile.schedule;
   static constexpr SoftmaxKind kSoftmax = kSoftmaxOf;
+  static constexpr bool kLongRows = kLongRowsOf;  // P V and P are summed key tile by key tile
   static constexpr int kWarpRows = kTileQ / kTile.warps;
   static constexpr int kRowTiles = kWarpRows / 16;
   using QCopy = tile::RowCopy<kTileQ, kHeadDim, kThreads>;

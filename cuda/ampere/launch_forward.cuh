@@ -39,6 +39,7 @@ inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensor
   params.v = make_operand(tensors.v, p.v, p.packed_k);
   params.o = make_operand(tensors.o, p.o, p.packed_q);
   params.lse = p.wants_lse ? tensors.lse : nullptr;
+  params.o_low = p.wants_o_low ? tensors.o_low : nullptr;
   params.max_logit = tensors.max_logit;
   params.output_f32 = p.output_f32;
   params.lse_packed = p.packed_q;
@@ -55,23 +56,26 @@ inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensor
   params.head_dim_v = static_cast<int>(p.head_dim_v);
   params.scale = logit_scale(p.scale);
   params.negate_q = p.scale < 0.0f;
+  params.zero_q = p.scale == 0.0f;
   params.references = reference_rules(plan.softmax, p);
   return params;
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, ForwardTile kTile,
-          ForwardSoftmax kSoftmax>
+          ForwardSoftmax kSoftmax, bool kLongRows>
 Status launch_forward_tile(ForwardParams params, int blocks, cudaStream_t stream) {
   constexpr int kSharedBytes = forward_shared_bytes(kTile, kHeadDim, kHeadDimV);
-  using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile, softmax_kind(kSoftmax)>;
-  static_assert(sizeof(ForwardStorage<Config>) == kSharedBytes);
+  using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile, softmax_kind(kSoftmax), kLongRows>;
+  static_assert(sizeof(ReferenceStorage<Config>) == kSharedBytes);
   params.q_pass_bytes = params.q.seq * Config::QCopy::kPassRows * 2;
   params.k_pass_bytes = params.k.seq * Config::KCopy::kPassRows * 2;
   params.v_pass_bytes = params.v.seq * Config::VCopy::kPassRows * 2;
   params.k_tile_bytes = params.k.seq * kTile.tile_k * 2;
   params.v_tile_bytes = params.v.seq * kTile.tile_k * 2;
   const auto kernel = [] {
-    if constexpr (kSoftmax == ForwardSoftmax::vector) {
+    if constexpr (kLongRows) {
+      return long_forward_kernel<Config, kDType, kMask>;
+    } else if constexpr (kSoftmax == ForwardSoftmax::vector) {
       return forward_kernel<Config, kDType, kMask>;
     } else if constexpr (kSoftmax == ForwardSoftmax::tensor) {
       return tensor_forward_kernel<Config, kDType, kMask>;
@@ -96,7 +100,13 @@ Status launch_softmax(const ForwardParams& params, const ForwardPlan& plan, cuda
       constexpr ForwardTile kTile = forward_tile(kHeadDim, kHeadDimV, kMask, kShared);
       static_assert(forward_shared_bytes(kTile, kHeadDim, kHeadDimV) <=
                     shared_class_bytes(decltype(shared)::value));
-      return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, kTile, kSoftmax>(
+      if constexpr (kSoftmax == ForwardSoftmax::vector) {
+        if (plan.problem.seqlen_k > kLongRowKeys) {
+          return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, kTile, kSoftmax, true>(
+              params, plan.blocks, stream);
+        }
+      }
+      return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, kTile, kSoftmax, false>(
           params, plan.blocks, stream);
     };
     switch (shared_class(plan.device.smem_optin_bytes)) {

@@ -1,6 +1,7 @@
 // The order of tiles, decided alike when a plan is made and when it is run.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #include "core/integer.h"
@@ -64,11 +65,11 @@ constexpr core::TileOrder backward_order(const ForwardProblem& p, const DevicePr
   return core::TileOrder(tiles, heads, batch, section, core::TileDirection::ascending);
 }
 
-// Scores times this are base-2 logits. The kernel wants a positive factor: a negative scale changes
-// the sign of Q instead, and a scale of 0 becomes one that no finite score survives, so that masked
-// scores stay -inf (and not -inf * 0).
+// Scores times this are base-2 logits. The kernels want a positive and finite factor, so that
+// masked scores stay -inf: a negative scale changes the sign of Q instead, and with a scale of 0 Q
+// becomes zeros. Subnormal factors are as good as others: the scores that they multiply are finite.
 inline float logit_scale(float scale) {
-  return core::max_of(std::fabs(scale) * core::kLog2E, 1e-30f);
+  return scale == 0.0f ? core::kLog2E : core::min_of(std::fabs(scale) * core::kLog2E, FLT_MAX);
 }
 
 }  // namespace pantile::ampere

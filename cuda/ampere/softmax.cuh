@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "ampere/forward_params.cuh"
+#include "ampere/large_logits.cuh"
 #include "attn/max_logit.cuh"
 #include "attn/tensor_softmax.cuh"
 #include "core/softmax_state.h"
@@ -26,22 +27,23 @@
 
 namespace pantile::ampere {
 
-// What a row's reference is before its first visible key, negated: finite, so that a row without
-// keys has logits of -inf + 1e30 = -inf and P = 0, and no infinity meets another one.
-inline constexpr float kNothingSeen = 1e30f;
-
 template <class Config, DType kDType>
 struct SoftmaxRows {
   static constexpr SoftmaxKind kKind = Config::kSoftmax;
+  static constexpr int kWarpRows = Config::kWarpRows;
   static constexpr int kRowTiles = Config::kRowTiles;
   static constexpr int kKeyTiles = Config::kTileK / 8;
   static constexpr int kValueTiles = Config::kHeadDimV / 8;
   static constexpr int kSums = kKind.row_sum == RowSum::vector ? 2 : 4;
+  using Large = LargeLogits<SoftmaxRows>;
+  // Not where logits are not exact anyhow.
+  static constexpr bool kRoundsLogits = kKind.tensor_quarters == 0 && !kKind.fast_scale;
   using Scores = float[kRowTiles][kKeyTiles][4];
   using Weights = std::uint32_t[kRowTiles][4];  // P of 16 keys, the A operand of P V
 
   float o[kRowTiles][kValueTiles][4];
   float row_sum[kRowTiles][kSums];  // RowSum says what they are
+  float earlier_sum[kRowTiles][2];  // long rows: of the key tiles before row_sum began anew
   float minus_max[kRowTiles][2];    // minus the row's reference logit
   float tile_max[kRowTiles][2];  // of the scores that this lane holds: of one key tile, or with a
                                  // shared reference of all so far
@@ -49,6 +51,9 @@ struct SoftmaxRows {
   float room[kKind.fast_scale ? kRowTiles : 1][2];
   float scale;  // positive, includes log2(e)
   attn::TensorOperand scale_operand, sum_operand;
+  // Kinds with a share, in a second run over the block: this key tile had no mask in the first run.
+  // What a row gets must not depend on whether another one made a second run necessary.
+  bool repeats = false;
 
   PANTILE_DEVICE void clear(float logit_scale) {
     scale = logit_scale;
@@ -62,6 +67,7 @@ struct SoftmaxRows {
       for (float& sum : row_sum[m]) {
         sum = 0.0f;
       }
+      earlier_sum[m][0] = earlier_sum[m][1] = 0.0f;
       minus_max[m][0] = minus_max[m][1] = kKind.fast_scale ? 0.0f : kNothingSeen;
       if constexpr (kKind.fast_scale) {
         room[m][0] = room[m][1] = -INFINITY;
@@ -117,9 +123,11 @@ struct SoftmaxRows {
     }
   }
 
-  // After the maxima of a key tile are taken, before its exponentials.
-  PANTILE_DEVICE void raise_references(Scores& s, const ReferenceRules& rules) {
-    bool outgrown = false;
+  // After the maxima of a key tile are taken, before its exponentials. shared_references: in shared
+  // memory, of the block's rows; for warps with large logits only.
+  PANTILE_DEVICE void raise_references(Scores& s, const ReferenceRules& rules,
+                                       float* shared_references) {
+    bool outgrown = kRoundsLogits && Large::met(*this);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -130,6 +138,12 @@ struct SoftmaxRows {
       }
     }
     if (__any_sync(prim::kAllLanes, outgrown)) {
+      if constexpr (kRoundsLogits) {
+        if (Large::meets(*this)) {
+          Large::raise(*this, s, rules, shared_references);
+          return;
+        }
+      }
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         if constexpr (kKind.shared_reference) {
@@ -146,14 +160,18 @@ struct SoftmaxRows {
     }
   }
 
-  // Scores to P, in place. In masked tiles, where scores may be -inf, always on vector units.
+  // Scores to P, in place. In masked tiles, where scores may be -inf, on vector units, but for
+  // those of a second run that had no mask in the first one.
   template <bool kMasked>
   PANTILE_DEVICE void exponentials(Scores& s, int m, int j) {
     float (&x)[4] = s[m][j];
     if constexpr (!kKind.fast_scale) {
-      const bool tensor = kKind.by_rows ? m % 2 == 0 : j % 4 < kKind.tensor_quarters;
-      if (!kMasked && kKind.tensor_quarters > 0 && tensor) {
+      const bool tensor =
+          kKind.tensor_quarters > 0 && (kKind.by_rows ? m % 2 == 0 : j % 4 < kKind.tensor_quarters);
+      if (!kMasked && tensor) {
         attn::scale_and_add(x, scale_operand, minus_max[m][0], minus_max[m][1]);
+      } else if (tensor && repeats) {
+        scale_finite(x, m);
       } else {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
@@ -165,8 +183,12 @@ struct SoftmaxRows {
     for (int c = 0; c < 4; ++c) {
       x[c] = prim::exp2_approx(x[c]);
     }
-    if constexpr (kKind.row_sum == RowSum::tf32 && !kMasked) {
-      attn::add_row_sums(row_sum[m], x, sum_operand);
+    if constexpr (kKind.row_sum == RowSum::tf32) {
+      if (!kMasked) {
+        attn::add_row_sums(row_sum[m], x, sum_operand);
+      } else if (repeats) {
+        add_finite_sums(x, m);
+      }
     }
   }
 
@@ -188,7 +210,7 @@ struct SoftmaxRows {
     if constexpr (kKind.row_sum == RowSum::operand) {
       attn::add_row_sums<kDType>(row_sum[m], p);
     }
-    if constexpr (kKind.row_sum == RowSum::tf32 && kMasked) {
+    if (kKind.row_sum == RowSum::tf32 && kMasked && !repeats) {
       float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
       attn::add_row_sums<kDType>(sums, p);
       row_sum[m][0] += sums[0];
@@ -196,13 +218,29 @@ struct SoftmaxRows {
     }
   }
 
+  // Between key tiles of long rows: what follows is summed apart, so that a weight that stands out
+  // does not swallow a million small ones.
+  PANTILE_DEVICE void begin_sums() {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      earlier_sum[m][0] += row_sum[m][0];
+      earlier_sum[m][1] += row_sum[m][kSums / 2];
+#pragma unroll
+      for (float& sum : row_sum[m]) {
+        sum = 0.0f;
+      }
+    }
+  }
+
   // Joins the partial sums of a row, by all lanes, once. The row's sum is total(m, r) from then on.
   PANTILE_DEVICE void finish_row(int m, int r) {
     if constexpr (kKind.row_sum == RowSum::vector) {
-      float sum = row_sum[m][r];
+      float sum = row_sum[m][r] + earlier_sum[m][r];
       sum += __shfl_xor_sync(prim::kAllLanes, sum, 1);
       sum += __shfl_xor_sync(prim::kAllLanes, sum, 2);
       row_sum[m][r] = sum;
+    } else if constexpr (kKind.row_sum == RowSum::operand) {
+      row_sum[m][2 * r] += earlier_sum[m][r];
     }
   }
 
@@ -238,11 +276,62 @@ struct SoftmaxRows {
     return found;
   }
 
- private:
+  // The largest score of a row in this key tile, in all lanes of its quad.
   PANTILE_DEVICE float row_max(int m, int r) const {
     float most = tile_max[m][r];
     most = fmaxf(most, __shfl_xor_sync(prim::kAllLanes, most, 1));
     return fmaxf(most, __shfl_xor_sync(prim::kAllLanes, most, 2));
+  }
+
+  PANTILE_DEVICE void scale_sums(int m, float first, float second) {
+    if constexpr (Config::kLongRows) {
+      earlier_sum[m][0] *= first;
+      earlier_sum[m][1] *= second;
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const int r = kKind.row_sum == RowSum::operand ? i / 2 : i % 2;
+      row_sum[m][i] *= r == 0 ? first : second;
+    }
+  }
+
+  PANTILE_DEVICE void scale_output(int m, float first, float second) {
+#pragma unroll
+    for (int j = 0; j < kValueTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        o[m][j][c] *= c < 2 ? first : second;
+      }
+    }
+  }
+
+ private:
+  // The products of an unmasked tile, which values that are not finite keep out of: in a tensor
+  // product they would meet the zeros of other rows.
+  PANTILE_DEVICE void scale_finite(float (&x)[4], int m) const {
+    float y[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      y[c] = fabsf(x[c]) < INFINITY ? x[c] : 0.0f;
+    }
+    attn::scale_and_add(y, scale_operand, minus_max[m][0], minus_max[m][1]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      x[c] = fabsf(x[c]) < INFINITY ? y[c] : fmaf(x[c], scale, minus_max[m][c >> 1]);
+    }
+  }
+
+  PANTILE_DEVICE void add_finite_sums(const float (&p)[4], int m) {
+    float finite[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      finite[c] = p[c] < INFINITY ? p[c] : 0.0f;
+    }
+    attn::add_row_sums(row_sum[m], finite, sum_operand);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      row_sum[m][c >> 1] += p[c] < INFINITY ? 0.0f : p[c];
+    }
   }
 
   // Returns the factor by which the row's sum and output shrink; 1 if its reference stays.
@@ -250,6 +339,9 @@ struct SoftmaxRows {
     const float before = minus_max[m][r];
     if (fmaf(most, scale, before) > rules.raise_limit) {
       minus_max[m][r] = rules.p_offset - most * scale;
+      if (kRoundsLogits && minus_max[m][r] == kReferencesAreShared) {
+        minus_max[m][r] = 0.0f;
+      }
     }
     return prim::exp2_approx(minus_max[m][r] - before);
   }
@@ -289,36 +381,35 @@ struct SoftmaxRows {
       const bool shares = safe && most[r] > -INFINITY;
       factor[r] = raise_reference(m, r, shares ? largest : most[r], rules);
     }
-    scale_sums(m, factor[0], factor[1]);
     const float any = __shfl_sync(prim::kAllLanes, factor[0], 0);
-    if (__all_sync(prim::kAllLanes, factor[0] == any && factor[1] == any)) {
+    const bool same = factor[0] == any && factor[1] == any;
+    if (__all_sync(prim::kAllLanes, same && output_is_finite(m))) {
+      // The sums shrink by the factor that the tensor cores read.
+      const std::uint32_t rounded = prim::round_to_tf32(any);
+      scale_sums(m, __uint_as_float(rounded), __uint_as_float(rounded));
       const attn::TensorOperand operand =
-          attn::shuffle_operand(__float_as_uint(any), prim::fresh_thread_index() % 32);
+          attn::shuffle_operand(rounded, prim::fresh_thread_index() % 32);
 #pragma unroll
       for (int j = 0; j < kValueTiles; ++j) {
         attn::scale_rows(o[m][j], operand);
       }
     } else {
+      scale_sums(m, factor[0], factor[1]);
       scale_output(m, factor[0], factor[1]);
     }
   }
 
-  PANTILE_DEVICE void scale_sums(int m, float first, float second) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      const int r = kKind.row_sum == RowSum::operand ? i / 2 : i % 2;
-      row_sum[m][i] *= r == 0 ? first : second;
-    }
-  }
-
-  PANTILE_DEVICE void scale_output(int m, float first, float second) {
+  // An infinity or a NaN of V in one row's output would make NaN of another row's.
+  PANTILE_DEVICE bool output_is_finite(int m) const {
+    bool finite = true;
 #pragma unroll
     for (int j = 0; j < kValueTiles; ++j) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        o[m][j][c] *= c < 2 ? first : second;
+        finite &= fabsf(o[m][j][c]) < INFINITY;
       }
     }
+    return finite;
   }
 };
 

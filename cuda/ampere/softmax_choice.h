@@ -9,11 +9,12 @@ namespace pantile::ampere {
 
 // What `automatic` stands for, measured on an H200
 // (benchmarks/results/h200_flashattention_t.jsonl). An LSE that leaves the library is that of the
-// fp32 weights: the sum of the rounded ones is off by up to half a unit in their last place.
-constexpr SoftmaxUnit fastest_unit(const KernelInfo& row, bool exact_lse) {
+// fp32 weights: the sum of the rounded ones is off by up to half a unit in their last place. Long
+// rows have no other kernel.
+constexpr SoftmaxUnit fastest_unit(const KernelInfo& row, bool exact_lse, bool long_rows) {
   const bool tensor =
       has_softmax(row.dtype, row.head_dim, row.head_dim_v, row.mask, ForwardSoftmax::tensor) &&
-      !exact_lse;
+      !exact_lse && !long_rows;
   return tensor ? SoftmaxUnit::tensor : SoftmaxUnit::vector;
 }
 
@@ -39,7 +40,8 @@ constexpr ForwardSoftmax forward_softmax(const SoftmaxOptions& softmax) {
 constexpr SoftmaxOptions complete_softmax(const KernelInfo& row, const ForwardProblem& problem) {
   SoftmaxOptions softmax = problem.softmax;
   if (softmax.unit == SoftmaxUnit::automatic) {
-    softmax.unit = fastest_unit(row, problem.wants_lse && softmax.exact_lse);
+    softmax.unit =
+        fastest_unit(row, problem.wants_lse && softmax.exact_lse, problem.seqlen_k > kLongRowKeys);
   }
   if (softmax.tensor_quarters == kAutomaticShare) {
     softmax.tensor_quarters = softmax.mode == SoftmaxMode::surrogate ? 1 : 0;

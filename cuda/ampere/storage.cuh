@@ -29,6 +29,12 @@ struct ForwardStorage {
   alignas(kWorkBytes) ForwardWork work;
 };
 
+// With the references of rows whose warps have met large logits (large_logits.cuh).
+template <class Config>
+struct ReferenceStorage : ForwardStorage<Config> {
+  float references[Config::kTileQ];
+};
+
 // What a block of the backward works on. It lies in shared memory because the loop has no registers
 // left for what it needs once a step.
 struct BackwardWork {

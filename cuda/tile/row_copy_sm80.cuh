@@ -99,9 +99,13 @@ class RowCopy {
   // Multiplies this thread's part of the tile and rounds it again.
   template <DType kDType>
   PANTILE_DEVICE static void multiply(void* tile, float factor) {
-    const auto product = [&](std::uint32_t pair) {
-      const float2 x = prim::unpack<kDType>(pair);
-      return prim::pack<kDType>(x.x * factor, x.y * factor);
+    const auto product = [&](std::uint32_t word) {
+      if constexpr (kDType == DType::f32) {
+        return __float_as_uint(__uint_as_float(word) * factor);
+      } else {
+        const float2 x = prim::unpack<kDType>(word);
+        return prim::pack<kDType>(x.x * factor, x.y * factor);
+      }
     };
     for_own_chunks([&](int offset, int) {
       uint4& chunk = at(tile, offset);

@@ -1,8 +1,10 @@
 // Which softmax a forward gets: what the automatic choice stands for, and who refuses what.
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <string>
 
+#include "ampere/order.h"
 #include "ampere/softmax_choice.h"
 #include "problems.h"
 
@@ -50,6 +52,28 @@ TEST(Softmax, AutomaticTakesTensorCoresWhereTheyWon) {
   }
   EXPECT_EQ(completed(DType::bf16, 64, MaskKind::window, problem_of(64, false)).unit, kVector);
   EXPECT_EQ(completed(DType::bf16, 96, MaskKind::any, problem_of(96, false)).unit, kVector);
+}
+
+TEST(Softmax, AutomaticSumsLongRowsOnVectorUnits) {
+  ForwardProblem p = problem_of(64, false);
+  p.seqlen_k = ampere::kLongRowKeys;
+  EXPECT_EQ(completed(DType::f16, 64, MaskKind::full, p).unit, kTensor);
+  ++p.seqlen_k;
+  EXPECT_EQ(completed(DType::f16, 64, MaskKind::full, p).unit, kVector);
+  p.softmax.unit = kTensor;  // asked for by name
+  EXPECT_EQ(completed(DType::f16, 64, MaskKind::full, p).unit, kTensor);
+}
+
+TEST(Softmax, ScoresAreMultipliedByAPositiveFiniteNumber) {
+  constexpr float kSmallest = std::numeric_limits<float>::denorm_min();
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  for (const float scale : {1e-31f, 1e-38f, kSmallest, 0.125f, 3.0f, 2e38f}) {
+    EXPECT_EQ(ampere::logit_scale(scale), scale * core::kLog2E);
+    EXPECT_EQ(ampere::logit_scale(-scale), scale * core::kLog2E);
+    EXPECT_GT(ampere::logit_scale(scale), 0.0f);
+  }
+  EXPECT_EQ(ampere::logit_scale(kLargest), kLargest);
+  EXPECT_GT(ampere::logit_scale(0.0f), 0.0f);  // of a Q of zeros: any will do
 }
 
 TEST(Softmax, AutomaticKeepsTheLseThatLeavesExact) {
