@@ -115,6 +115,9 @@ template <class Config, DType kDType, MaskKind kMask>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     backward_kernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) char shared[];
+  if (params.repeats && !BackwardKeys<Config, kMask>::is_measured(params)) {
+    return;
+  }
   BackwardBlock<Config, kDType, kMask> block(params,
                                              *reinterpret_cast<BackwardStorage<Config>*>(shared));
   block.clear_missing_columns();

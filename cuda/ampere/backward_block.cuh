@@ -220,7 +220,7 @@ class BackwardBlock {
 
   PANTILE_DEVICE void add_queries(RowStep step, int i) {
     BackwardQueries<Config, kDType>::add(
-        shared_grad_s(i), storage_.k, terms_of(i)[2], params_.integer_sums,
+        shared_grad_s(i), storage_.k, terms_of(i)[2], params_,
         params_.dq_sum + row_index(step) * (kTileQ * Config::kHeadDim));
   }
 

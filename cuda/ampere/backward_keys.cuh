@@ -72,6 +72,15 @@ struct BackwardKeys {
     return work;
   }
 
+  // Whether the rows that this block's keys add to have been measured (core/integer_unit.h).
+  PANTILE_DEVICE static bool is_measured(const BackwardParams& params) {
+    if (*params.measured == 0) {
+      return false;
+    }
+    const KeyBlock block = locate(params, prim::fresh_block_index());
+    return params.key_bounds[block.queries.batch * params.heads_k + block.key_head].measured != 0;
+  }
+
   // Rows of the attended keys.
   PANTILE_DEVICE static tile::HeadRows key_rows(const Operand& x, const KeyBlock& block) {
     SequenceRows keys = block.keys;

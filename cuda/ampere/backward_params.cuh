@@ -7,6 +7,7 @@
 #include "ampere/operand.cuh"
 #include "common/attended.h"
 #include "core/integer.h"
+#include "core/integer_unit.h"
 #include "core/sequence.h"
 #include "core/tile_order.h"
 #include "tile/row_copy_sm80.cuh"
@@ -19,14 +20,20 @@ struct BackwardParams {
   core::TileOrder order;             // of the key tiles
   common::TileNumbers row_tiles;
   std::int64_t row_tile_count;    // numbers of row_tiles
-  int group;                      // query heads per key head
+  int heads_k, group;             // group: query heads per key head
   int window_left, window_right;  // core::kNoBound lifts a side
   int head_dim, head_dim_v;       // of the tensors, at most the kernel's
   int q_columns;                  // head_dim; with a scale of 0 none: then Q counts as zeros
   float scale, scale_log2;        // scale_log2: times log2(e)
   bool integer_sums;              // dQ is summed as integers: the order does not show
-  float* dq_sum;                  // [heads_q][row_tile_count][tile_q * kernel head dim], quads
-  const float* row_terms;         // [heads_q][row_tile_count][kRowTerms][tile_q]
+  // With integer sums, else null or false: see common::RowPass. The second of two passes repeats
+  // the heads that the first has measured, and runs only if `measured` is not 0.
+  std::uint32_t* row_max;
+  const core::KeyBounds* key_bounds;
+  const int* measured;
+  bool repeats;
+  float* dq_sum;           // [heads_q][row_tile_count][tile_q * kernel head dim], quads
+  const float* row_terms;  // [heads_q][row_tile_count][kRowTerms][tile_q]
 };
 
 template <int kHeadDimOf, int kHeadDimVOf, BackwardTile kTile>

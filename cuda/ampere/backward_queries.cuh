@@ -27,9 +27,10 @@ class BackwardQueries {
   static constexpr int kGroups = Config::kTileK / 16;
 
  public:
-  // `scales` of integer sums, one a row; `sums` of this step's rows.
+  // `scales` of integer sums, one a row, negative where additions are to be measured; `sums` of
+  // this step's rows.
   PANTILE_DEVICE static void add(const std::uint16_t* grad_s, const std::uint16_t* keys,
-                                 const float* scales, bool integer_sums, float* sums) {
+                                 const float* scales, const BackwardParams& params, float* sums) {
     const BackwardPlace<Config> place;
     const int row_warp = place.warp % Config::kGradRowWarps;
     const int column_warp = place.warp / Config::kGradRowWarps;
@@ -60,20 +61,27 @@ class BackwardQueries {
           }
         }
       }
-      add_columns(grad_q, place.lane, scales + row_warp * Config::kGradRows, integer_sums,
+      add_columns(grad_q, place.lane, scales, row_warp * Config::kGradRows, params,
                   sums + first * tile::kQuadTileWords);
     }
   }
 
  private:
   PANTILE_DEVICE static void add_columns(const float (&grad_q)[kMTiles][kBlock][4], int lane,
-                                         const float* scales, bool integer_sums, float* sums) {
+                                         const float* scales, int first_row,
+                                         const BackwardParams& params, float* sums) {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
       float* const to = sums + m * kNTiles * tile::kQuadTileWords;
-      if (integer_sums) {
-        const float upper = scales[m * 16 + lane / 4];
-        const float lower = scales[m * 16 + lane / 4 + 8];
+      if (params.integer_sums) {
+        const int row = first_row + m * 16 + lane / 4;
+        const float upper = scales[row];
+        const float lower = scales[row + 8];
+        if (upper < 0.0f || lower < 0.0f) {
+          // The tile's number, from where its sums are: kept, it would cost registers.
+          const std::int64_t tile = (sums - params.dq_sum) / (Config::kTileQ * Config::kHeadDim);
+          note_additions(grad_q[m], params.row_max + tile * Config::kTileQ + row);
+        }
 #pragma unroll
         for (int n = 0; n < kBlock; ++n) {
           tile::add_quad_integers(to + n * tile::kQuadTileWords, lane, grad_q[m][n], upper, lower);
@@ -84,6 +92,21 @@ class BackwardQueries {
           tile::add_quad(to + n * tile::kQuadTileWords, lane, grad_q[m][n]);
         }
       }
+    }
+  }
+
+  // The largest absolute values of the thread's rows, as bits, so that NaN is above all.
+  PANTILE_DEVICE static void note_additions(const float (&grad_q)[kBlock][4],
+                                            std::uint32_t* row_max) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      std::uint32_t most = 0;
+#pragma unroll
+      for (int n = 0; n < kBlock; ++n) {
+        most = max(most, max(__float_as_uint(fabsf(grad_q[n][2 * i])),
+                             __float_as_uint(fabsf(grad_q[n][2 * i + 1]))));
+      }
+      atomicMax(row_max + 8 * i, most);
     }
   }
 };

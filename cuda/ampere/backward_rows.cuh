@@ -105,7 +105,6 @@ __global__ void __launch_bounds__(kRowThreads)
     const std::uint32_t words_o[4] = {x.x, x.y, x.z, x.w};
     const std::uint32_t words_grad[4] = {y.x, y.y, y.z, y.w};
     float product = 0.0f;
-    float norm2 = 0.0f;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       float2 a = prim::unpack<kDType>(words_o[k]);
@@ -115,12 +114,14 @@ __global__ void __launch_bounds__(kRowThreads)
       }
       const float2 b = prim::unpack<kDType>(words_grad[k]);
       product += a.x * b.x + a.y * b.y;
-      norm2 += b.x * b.x + b.y * b.y;
     }
 #pragma unroll
     for (int step = kGroup / 2; step > 0; step /= 2) {
       product += __shfl_xor_sync(prim::kAllLanes, product, step);
-      norm2 += __shfl_xor_sync(prim::kAllLanes, norm2, step);
+    }
+    core::Magnitude grad_o_norm;
+    if (pass.key_bounds != nullptr) {
+      grad_o_norm = common::row_norm<kDType>(y, kGroup);
     }
     if (column > 0) {
       continue;
@@ -132,9 +133,9 @@ __global__ void __launch_bounds__(kRowThreads)
     terms[kTileQ + i] = -delta;
     terms[2 * kTileQ + i] = 1.0f;
     if (pass.key_bounds != nullptr) {
-      const int heads_k = pass.heads_q / pass.group;
-      terms[2 * kTileQ + i] = common::integer_scale(
-          norm2, delta, lse, pass.key_bounds + 2 * (tile.batch * heads_k + tile.head / pass.group));
+      terms[2 * kTileQ + i] =
+          common::first_integer_scale<kDType>(pass, tile, grad_o_norm, delta, lse);
+      pass.row_max[tile.index * kTileQ + i] = 0;
     }
   }
 }
@@ -189,6 +190,9 @@ __global__ void __launch_bounds__(kRowThreads)
   const float* const sums = pass.dq_sum + tile.index * (kTileQ * Config::kHeadDim);
   const float* const scales = params.row_terms + (tile.index * kRowTerms + 2) * kTileQ;
   std::uint16_t* const rows = attended_rows(params.grad_q, packed, tile);
+  const auto unscaled = [&pass](float scale) {  // 0: integer_scale() found something not finite
+    return scale == 0.0f ? __builtin_nanf("") : pass.scale / scale;
+  };
 #pragma unroll 2
   for (int i = static_cast<int>(threadIdx.x); i < kQuadTiles * 8; i += kRowThreads) {
     const int quad_tile = i / 8;
@@ -204,9 +208,9 @@ __global__ void __launch_bounds__(kRowThreads)
     const tile::QuadRows x =
         tile::read_quads(sums + quad_tile * tile::kQuadTileWords, g, params.integer_sums);
     std::uint16_t* const to = rows + (first + row) * params.grad_q.seq + column;
-    store_chunk<kDType>(to, x.upper, pass.scale / scales[row]);
+    store_chunk<kDType>(to, x.upper, unscaled(scales[row]));
     if (first + row + 8 < tile.rows) {
-      store_chunk<kDType>(to + 8 * params.grad_q.seq, x.lower, pass.scale / scales[row + 8]);
+      store_chunk<kDType>(to + 8 * params.grad_q.seq, x.lower, unscaled(scales[row + 8]));
     }
   }
 }

@@ -6,6 +6,7 @@
 
 #include "ampere/config.h"
 #include "common/attended.h"
+#include "core/integer_unit.h"
 #include "pantile/problem.h"
 
 namespace pantile::ampere {
@@ -13,9 +14,13 @@ namespace pantile::ampere {
 struct BackwardWorkspace {
   std::int64_t row_tiles;  // numbers of row tiles (common/attended.h), per query head
   // Byte offsets.
-  std::size_t dq_sum;      // fp32 or int32 [heads_q][row_tiles][tile_q * head_dim of the kernel]
-  std::size_t row_terms;   // fp32 [heads_q][row_tiles][kRowTerms][tile_q]
-  std::size_t key_bounds;  // uint32 [batch][heads_k][2], deterministic only
+  std::size_t dq_sum;     // fp32 or int32 [heads_q][row_tiles][tile_q * head_dim of the kernel]
+  std::size_t row_terms;  // fp32 [heads_q][row_tiles][kRowTerms][tile_q]
+  // Deterministic only. The first two are zero when the first kernel starts.
+  std::size_t measured;    // int32, whether some head is measured
+  std::size_t key_bounds;  // core::KeyBounds [batch][heads_k]
+  std::size_t zeroed_end;
+  std::size_t row_max;  // uint32 [heads_q][row_tiles * tile_q]
   std::size_t bytes;
 };
 
@@ -39,10 +44,14 @@ constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem, i
   const auto rows = static_cast<std::size_t>(workspace.row_tiles * p.heads_q * tile_q);
   workspace.dq_sum = 0;
   workspace.row_terms = rows * static_cast<std::size_t>(kernel_head_dim) * 4;
-  workspace.key_bounds = workspace.row_terms + rows * kRowTerms * 4;
-  workspace.bytes = workspace.key_bounds;
+  workspace.bytes = workspace.row_terms + rows * kRowTerms * 4;
   if (problem.deterministic) {
-    workspace.bytes += static_cast<std::size_t>(p.batch * p.heads_k) * 8;
+    workspace.measured = workspace.bytes;
+    workspace.key_bounds = workspace.measured + 16;
+    workspace.zeroed_end = workspace.key_bounds +
+                           static_cast<std::size_t>(p.batch * p.heads_k) * sizeof(core::KeyBounds);
+    workspace.row_max = (workspace.zeroed_end + 15) / 16 * 16;
+    workspace.bytes = workspace.row_max + rows * 4;
   }
   workspace.bytes = (workspace.bytes + kAlign - 1) / kAlign * kAlign;
   return workspace;

@@ -19,6 +19,7 @@
 #include "ampere/launch.cuh"
 #include "ampere/launch_backward_f32.cuh"
 #include "ampere/order.h"
+#include "common/backward_settle.cuh"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "pantile/plan.h"
@@ -28,6 +29,19 @@
 namespace pantile::ampere {
 
 // Everything about one call that is not a template parameter.
+// For common::settle_units.
+template <int kTileQ>
+struct SettleParams {
+  common::RowPass pass;
+  int tile_k;
+  int* claimed;
+  float* row_terms;  // [heads_q][row tiles][kRowTerms][kTileQ]
+
+  PANTILE_DEVICE float& scale_of(std::int64_t index, int row) const {
+    return row_terms[(index * kRowTerms + 2) * kTileQ + row];
+  }
+};
+
 class BackwardCall {
  public:
   BackwardCall(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
@@ -59,7 +73,10 @@ class BackwardCall {
     if (status.ok() && has_keys) {
       status = launch("ampere backward", backward_kernel<Config, kDType, kMask>, plan_.blocks,
                       Config::kThreads, static_cast<int>(sizeof(BackwardStorage<Config>)), stream_,
-                      main_params());
+                      main_params(false));
+    }
+    if (status.ok() && has_rows && has_keys && problem_.deterministic) {
+      status = repeat_measured<Config, kDType, kMask>(row_blocks);
     }
     if (status.ok() && has_rows) {
       status = launch("ampere finish_rows", finish_rows<Config, kDType>, row_blocks, kRowThreads, 0,
@@ -96,7 +113,11 @@ class BackwardCall {
     pass.tile_floats = plan_.tile_q * plan_.kernel->head_dim;
     pass.scale = forward_.scale;
     pass.dq_sum = at<float>(offsets_.dq_sum);
-    pass.key_bounds = problem_.deterministic ? at<std::uint32_t>(offsets_.key_bounds) : nullptr;
+    if (problem_.deterministic) {
+      pass.key_bounds = at<core::KeyBounds>(offsets_.key_bounds);
+      pass.measured = at<int>(offsets_.measured);
+      pass.row_max = at<std::uint32_t>(offsets_.row_max);
+    }
     return pass;
   }
 
@@ -116,7 +137,7 @@ class BackwardCall {
     return params;
   }
 
-  BackwardParams main_params() const {
+  BackwardParams main_params(bool repeats) const {
     BackwardParams params;
     params.q = make_operand(tensors_.forward.q, forward_.q, forward_.packed_q);
     params.k = make_operand(tensors_.forward.k, forward_.k, forward_.packed_k);
@@ -129,6 +150,7 @@ class BackwardCall {
     params.order = backward_order(forward_, plan_.device, plan_.tile_k);
     params.row_tiles = row_tiles();
     params.row_tile_count = offsets_.row_tiles;
+    params.heads_k = static_cast<int>(forward_.heads_k);
     params.group = group();
     params.window_left = mask_.left;
     params.window_right = mask_.right;
@@ -138,6 +160,11 @@ class BackwardCall {
     params.scale = forward_.scale;
     params.scale_log2 = forward_.scale * core::kLog2E;
     params.integer_sums = problem_.deterministic;
+    const common::RowPass pass = row_pass();
+    params.row_max = pass.row_max;
+    params.key_bounds = pass.key_bounds;
+    params.measured = pass.measured;
+    params.repeats = repeats;
     params.dq_sum = at<float>(offsets_.dq_sum);
     params.row_terms = at<float>(offsets_.row_terms);
     return params;
@@ -151,6 +178,23 @@ class BackwardCall {
     params.integer_sums = problem_.deterministic;
     params.row_terms = at<float>(offsets_.row_terms);
     return params;
+  }
+
+  // Heads with keys too loud for a bound, again (core/integer_unit.h). Nearly always there is none,
+  // and both kernels end at once.
+  template <class Config, DType kDType, MaskKind kMask>
+  Status repeat_measured(int row_blocks) const {
+    using Params = SettleParams<Config::kTileQ>;
+    const int blocks = core::min_of(row_blocks, 2 * core::max_of(plan_.device.multiprocessors, 1));
+    const Params params{row_pass(), plan_.tile_k, nullptr, at<float>(offsets_.row_terms)};
+    const Status status =
+        launch("ampere settle_units", common::settle_units<Params, Config::kTileQ>, blocks,
+               common::kSettleThreads, 0, stream_, params);
+    return status.ok()
+               ? launch("ampere backward", backward_kernel<Config, kDType, kMask>, plan_.blocks,
+                        Config::kThreads, static_cast<int>(sizeof(BackwardStorage<Config>)),
+                        stream_, main_params(true))
+               : status;
   }
 
   template <DType kDType>
@@ -172,17 +216,18 @@ class BackwardCall {
     params.v_layout = forward_.v;
     params.head_dim = static_cast<int>(forward_.head_dim);
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
-    params.bounds = at<std::uint32_t>(offsets_.key_bounds);
-    const std::size_t bytes = static_cast<std::size_t>(forward_.batch * forward_.heads_k) * 8;
+    params.bounds = at<core::KeyBounds>(offsets_.key_bounds);
     const Status status =
-        cuda::check(cudaMemsetAsync(params.bounds, 0, bytes, stream_), "cudaMemsetAsync");
+        cuda::check(cudaMemsetAsync(at<void>(offsets_.measured), 0,
+                                    offsets_.zeroed_end - offsets_.measured, stream_),
+                    "cudaMemsetAsync");
     if (!status.ok()) {
       return status;
     }
     const std::int64_t tiles =
         common::tile_numbers(forward_.packed_k, counted, forward_.batch, plan_.tile_k);
     return launch("bound_keys", common::bound_keys<kDType>,
-                  static_cast<int>(tiles * forward_.heads_k), common::kPrepareThreads, 0, stream_,
+                  static_cast<int>(tiles * forward_.heads_k), common::kBoundThreads, 0, stream_,
                   params);
   }
 

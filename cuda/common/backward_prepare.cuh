@@ -61,8 +61,8 @@ PANTILE_DEVICE float integer_scale(const core::KeyBounds& bounds,
   return finite ? core::unit_scale(core::row_bound(bounds, grad_o_norm, delta)) : 0.0f;
 }
 
-// The same in a pass that measures heads with loud keys. Their scale follows (settle_units); until
-// then it only says whether the row has one.
+// The same before the pass that measures heads with loud keys: negative for their rows, whose scale
+// settle_units finds.
 template <DType kDType>
 PANTILE_DEVICE float first_integer_scale(const RowPass& pass, const RowTile& row_tile,
                                          const core::Magnitude& grad_o_norm, float delta,
@@ -73,7 +73,7 @@ PANTILE_DEVICE float first_integer_scale(const RowPass& pass, const RowTile& row
   }
   bounds.measured = 1;  // every row of the head says the same
   *pass.measured = 1;
-  return integer_scale(core::KeyBounds{}, grad_o_norm, delta, lse);
+  return -integer_scale(core::KeyBounds{}, grad_o_norm, delta, lse);
 }
 
 // kRowThreads threads read one row, 16 bytes each; kTileQ rows a block.

@@ -11,23 +11,29 @@
 
 namespace pantile::common {
 
-struct SettleParams {
-  RowPass pass;
-  int tile_k;    // keys of an addition to the sums
-  int* claimed;  // the main kernel's work counter, set to 0
-};
-
 inline constexpr int kSettleThreads = 256;
 
+// The scale of a row after measuring, from the negative one before; 0 stays, and from it dQ becomes
+// NaN, as where an addition was not finite.
+PANTILE_DEVICE float settled_scale(float scale, std::uint32_t largest, int terms) {
+  if (scale == 0.0f || !core::is_finite_bits(largest)) {
+    return 0.0f;
+  }
+  return core::unit_scale(core::measured_bound(__uint_as_float(largest), terms));
+}
+
+// Params is a family's, with pass, tile_k (keys of an addition), claimed (the
+// main kernel's work counter, set to 0, or null) and scale_of(index, row), the scale of a row of a
+// tile.
 // Nearly always nothing is to be done: few blocks, which then share the tiles.
-template <int kTileQ>
+template <class Params, int kTileQ>
 __global__ void __launch_bounds__(kSettleThreads)
-    settle_units(const __grid_constant__ SettleParams params) {
+    settle_units(const __grid_constant__ Params params) {
   prim::allow_next_grid();
   prim::wait_for_previous_grid();
   const RowPass& pass = params.pass;
   const int thread = static_cast<int>(threadIdx.x);
-  if (blockIdx.x == 0 && thread == 0) {
+  if (blockIdx.x == 0 && thread == 0 && params.claimed != nullptr) {
     *params.claimed = 0;
   }
   if (*pass.measured == 0) {
@@ -42,15 +48,8 @@ __global__ void __launch_bounds__(kSettleThreads)
     }
     const int terms = additions(pass, row_tile, params.tile_k);
     for (int row = thread; row < kTileQ; row += kSettleThreads) {
-      const std::int64_t slot = row_tile.index * kTileQ + row;
-      const std::uint32_t largest = pass.row_max[slot];
-      std::uint32_t& scale = pass.lse_terms[slot].z;
-      if (!core::is_finite_bits(largest)) {
-        scale = 0;  // dQ becomes NaN
-      } else if (scale != 0) {
-        scale = __float_as_uint(
-            core::unit_scale(core::measured_bound(__uint_as_float(largest), terms)));
-      }
+      float& scale = params.scale_of(row_tile.index, row);
+      scale = settled_scale(scale, pass.row_max[row_tile.index * kTileQ + row], terms);
     }
     float4* sum = reinterpret_cast<float4*>(pass.dq_sum + row_tile.index * pass.tile_floats);
     for (int i = thread; i < pass.tile_floats / 4; i += kSettleThreads) {

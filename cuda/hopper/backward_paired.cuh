@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prim::shrink_registers<Config::kProducerRegisters>();
     if (prim::elect_one()) {
       if (warp == 0) {
-        Loader<Config, kSum, Storage>(storage, maps, params).run();
+        Loader<Config, Storage>(storage, maps, params).run();
       } else if (warp <= Config::kConsumers) {
         QueryGradientAdder<Config, kSum, Storage>(storage, params, warp - 1).run();
       } else {

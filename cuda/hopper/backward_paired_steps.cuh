@@ -194,7 +194,7 @@ class PairedSteps {
   // here would wait for them, which the products in flight delay, for a tenth of the step.
   PANTILE_DEVICE void send_dQ(float (&dQ)[32], int query_stage) {
     if constexpr (kSum == SumKind::integer) {
-      if (key_tile_->measures) {
+      if (is_measuring(row_scale_)) {
         const RowTerms<kTileQ>& terms = storage_.lse[query_stage];
         const int row = scaled_row();
         note_additions(dQ, {terms.row[row].w, terms.row[row + 8].w}, params_.row_max);

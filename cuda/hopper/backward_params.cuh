@@ -70,7 +70,6 @@ struct KeyTile {
   int first_row_tile;                  // number of the sequence's first row tile
   int key_offset;                      // packed: rows before the sequence
   int key_capacity;                    // keys of the sequence, used or not
-  bool measures;                       // largest additions are wanted; set by the loader
   MapOrigin query_origin, key_origin;  // of the first attended row and key
 };
 

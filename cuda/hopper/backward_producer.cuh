@@ -95,7 +95,7 @@ PANTILE_DEVICE void schedule(WorkQueue& queue, const BackwardParams& params) {
   }
 }
 
-template <class Config, SumKind kSum, class Storage>
+template <class Config, class Storage>
 class Loader {
  public:
   PANTILE_DEVICE Loader(Storage& storage, const BackwardMaps& maps, const BackwardParams& params)
@@ -113,9 +113,6 @@ class Loader {
       if (!key_tile->rows.empty()) {
         load_keys(*key_tile);
         prim::wait_for_previous_grid();  // it writes the row terms
-        if constexpr (kSum == SumKind::integer) {
-          work.set_measures(!params_.repeats && is_measured(params_, *key_tile));
-        }
         load_rows(*key_tile);
       }
       prim::arrive(storage_.work.wanted);

@@ -39,7 +39,7 @@ class QueryGradients {
           const std::int64_t index = (first_head + g) * params_.row_tile_count + first_number;
 #pragma unroll 1
           for (int tile = begin; tile < end; ++tile) {
-            add_tile(*key_tile, index + tile);
+            add_tile(index + tile);
           }
         }
         release(storage_.key.empty[0]);
@@ -54,7 +54,7 @@ class QueryGradients {
   static constexpr int kTileFloats = Config::kPanels * kFragment;
 
   // `index` of the tile of rows: [head][number].
-  PANTILE_DEVICE void add_tile(const KeyTile& key_tile, std::int64_t index) {
+  PANTILE_DEVICE void add_tile(std::int64_t index) {
     float row_scale[2] = {};
     if constexpr (kSum == SumKind::integer) {
       const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + prim::lane_index() / 4;
@@ -84,7 +84,7 @@ class QueryGradients {
         release(storage_.ds.empty[cursor_.stage]);
       }
       if constexpr (kSum == SumKind::integer) {
-        if (key_tile.measures) {
+        if (is_measuring(row_scale)) {
           const int row =
               static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + prim::lane_index() / 4;
           const auto slot = static_cast<std::uint32_t>(index * Config::kTileQ + row);

@@ -66,11 +66,6 @@ class WorkReader {
     return key_tile->batch < 0 ? nullptr : key_tile;
   }
 
-  // For those who read rows after this thread has requested them.
-  PANTILE_DEVICE void set_measures(bool measures) {
-    queue_.tiles[cursor_.stage].measures = measures;
-  }
-
   // One thread of each warp says that the warp is done with it.
   PANTILE_DEVICE void done(bool speaks) {
     if (speaks) {

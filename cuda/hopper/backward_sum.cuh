@@ -55,6 +55,11 @@ PANTILE_DEVICE void store_words(float (&dQ)[32], const float (&row_scale)[2], co
   store();
 }
 
+// Rows that are measured have a negative scale in the pass that does so.
+PANTILE_DEVICE bool is_measuring(const float (&row_scale)[2]) {
+  return __any_sync(prim::kAllLanes, row_scale[0] < 0.0f || row_scale[1] < 0.0f);
+}
+
 // Raises the largest addition of each of the thread's rows, which have the slots `slots` in
 // `row_max`: of the absolute values, as bits, so that NaN is above all.
 PANTILE_DEVICE void note_additions(const float (&dQ)[32], const std::uint32_t (&slots)[2],

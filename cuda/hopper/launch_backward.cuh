@@ -26,6 +26,18 @@
 
 namespace pantile::hopper {
 
+// For common::settle_units.
+template <int kTileQ>
+struct SettleParams {
+  common::RowPass pass;
+  int tile_k;
+  int* claimed;
+
+  PANTILE_DEVICE float& scale_of(std::int64_t index, int row) const {
+    return *reinterpret_cast<float*>(&pass.lse_terms[index * kTileQ + row].z);
+  }
+};
+
 // Everything about one call that is not a template parameter.
 class BackwardCall {
  public:
@@ -215,11 +227,12 @@ class BackwardCall {
 
   template <class Config>
   Status settle() const {
-    common::SettleParams params;
+    using Params = SettleParams<Config::kTileQ>;
+    Params params;
     params.pass = row_pass(SumKind::integer);
     params.tile_k = Config::kTileK;
     params.claimed = at<int>(offsets_.claimed);
-    return launch_early("settle_units", common::settle_units<Config::kTileQ>,
+    return launch_early("settle_units", common::settle_units<Params, Config::kTileQ>,
                         core::min_of(row_blocks(), 2 * multiprocessors_), common::kSettleThreads, 0,
                         params);
   }
