@@ -38,19 +38,22 @@ def lse_shape(shape) -> tuple:
     return (shape[0], shape[2], shape[1]) if len(shape) == 4 else (shape[1], shape[0])
 
 
+def o_shape(q: Tensor, v: Tensor) -> tuple:
+    return (*q.shape[:-1], v.shape[-1])
+
+
 def batch_of(q: Tensor, settings) -> int:
     return q.shape[0] if settings[0] is None else max(settings[0].shape[0] - 1, 0)
 
 
 def _new_outputs(q: Tensor, v: Tensor, wants_lse: bool, output_f32: bool):
     shape = q.shape
-    head_dim_v = v.shape[-1]
     if output_f32:
-        o = q.new_empty((*shape[:-1], head_dim_v), dtype=torch.float32)
-    elif shape[-1] == head_dim_v and q.is_contiguous():
+        o = q.new_empty(o_shape(q, v), dtype=torch.float32)
+    elif shape[-1] == v.shape[-1] and q.is_contiguous():
         o = torch.empty_like(q)
     else:
-        o = q.new_empty((*shape[:-1], head_dim_v))
+        o = q.new_empty(o_shape(q, v))
     lse = None
     if wants_lse:
         lse = q.new_empty(*lse_shape(shape), dtype=torch.float32)  # faster than with a tuple

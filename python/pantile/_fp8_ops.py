@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch.utils import flop_counter
 
-from pantile import _C, _direct, _ops
-from pantile._masks import visible_pairs
+from pantile import _C, _direct, _fake, _ops
 from pantile._quantized import Quantized
 
 Tensor = torch.Tensor
@@ -57,26 +56,36 @@ def _blocks(cu_seqlens: Tensor | None, shape) -> int:
     return shape[0] * ((shape[1] + _ROWS - 1) // _ROWS)
 
 
-def _new_operands(q, k, v, cu_seqlens_q, cu_seqlens_k, block_q, block_k, smooth_k) -> tuple:
-    *_, heads_q, head_dim = q.shape
-    heads_k, head_dim_v = v.shape[-2:]
-    blocks_q, blocks_k = _blocks(cu_seqlens_q, q.shape), _blocks(cu_seqlens_k, k.shape)
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+_OPERAND_NAMES = (
+    *("codes_q", "codes_k", "codes_v", "scale_q", "scale_kv", "nonfinite_v", "q_dot_mean"),
+    "mean_k",
+)
+
+
+def _operand_forms(shape_q, shape_k, head_dim_v, cu_seqlens_q, cu_seqlens_k, format_) -> tuple:
+    """(shape, dtype) of each operand; ``format_`` is (block_q, block_k, smooth_k)."""
+    block_q, block_k, smooth_k = format_
+    *_, heads_q, head_dim = shape_q
+    heads_k = shape_k[-2]
+    blocks_q, blocks_k = _blocks(cu_seqlens_q, shape_q), _blocks(cu_seqlens_k, shape_k)
+    batch = shape_q[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     width = (head_dim + 15) // 16 * 16
-
-    def new(*shape, dtype=torch.float32):
-        return q.new_empty(shape, dtype=dtype)
-
+    f32 = torch.float32
     return (
-        new(heads_q, _ROWS * blocks_q, width, dtype=_CODES),
-        new(heads_k, _ROWS * blocks_k, width, dtype=_CODES),
-        new(heads_k, blocks_k, head_dim_v, _ROWS, dtype=_CODES),
-        new(heads_q, _ROWS // block_q * blocks_q),
-        new(heads_k, _ROWS // block_k * blocks_k, 2),
-        new(heads_k, blocks_k, head_dim_v, _ROWS // 32, dtype=torch.int32),
-        new(heads_q, _ROWS * blocks_q) if smooth_k else new(0),
-        new(batch, heads_k, head_dim) if smooth_k else new(0),
+        ((heads_q, _ROWS * blocks_q, width), _CODES),
+        ((heads_k, _ROWS * blocks_k, width), _CODES),
+        ((heads_k, blocks_k, head_dim_v, _ROWS), _CODES),
+        ((heads_q, _ROWS // block_q * blocks_q), f32),
+        ((heads_k, _ROWS // block_k * blocks_k, 2), f32),
+        ((heads_k, blocks_k, head_dim_v, _ROWS // 32), torch.int32),
+        ((heads_q, _ROWS * blocks_q) if smooth_k else (0,), f32),
+        ((batch, heads_k, head_dim) if smooth_k else (0,), f32),
     )
+
+
+def _new_operands(q, k, v, cu_seqlens_q, cu_seqlens_k, *format_) -> tuple:
+    forms = _operand_forms(q.shape, k.shape, v.shape[-1], cu_seqlens_q, cu_seqlens_k, format_)
+    return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in forms)
 
 
 def _check_ranks(q, k, v, cu_seqlens_q) -> None:
@@ -107,9 +116,25 @@ def _quantize_kernel(q, k, v, descale_q, descale_k, descale_v, *rest):
 
 @torch.library.register_fake("pantile::quantize", lib=_library)
 def _fake_quantize(q, k, v, descale_q, descale_k, descale_v, *rest):
-    lengths, format_ = rest[:4], rest[6:]
-    block_q, block_k, _, smooth_k, _ = format_
+    lengths, longest, format_ = rest[:4], rest[4:6], rest[6:]
+    block_q, block_k, _, smooth_k, backend = format_
     _check_ranks(q, k, v, lengths[0])
+
+    def check(*arguments):
+        _C.explain_fp8(*arguments, *format_[:-1], "code")
+
+    settings = (*lengths, *longest, 1.0, -1, -1, backend)
+    sizes = _fake.checked_call(check, q, k, v, settings)
+    heads_k = sizes.of("k", k.shape)[-2]
+    for name, x in (("descale_q", descale_q), ("descale_k", descale_k), ("descale_v", descale_v)):
+        if x is None and q.dtype is _CODES:
+            raise ValueError(f"{name} is null; it must be set because dtype == e4m3 is true")
+        if x is not None and q.dtype is not _CODES:
+            raise ValueError(f"{name} is set; it must be null because dtype == e4m3 is false")
+        if x is not None:
+            _fake.require_dtype(name, x, torch.float32)
+            batch = sizes.of("q", q.shape)[0] if lengths[0] is None else _fake.known(x.shape[0])
+            _fake.require_shape(name, tuple(map(_fake.known, x.shape)), (batch, heads_k))
     return _new_operands(q, k, v, *lengths[:2], block_q, block_k, smooth_k)
 
 
@@ -145,6 +170,33 @@ def _run_fp8_forward(operands, settings, own, checked: bool):
     return o, lse
 
 
+def _check_operands(operands, settings, own) -> None:
+    """The rules of fp8_forward's arguments for tensors without memory."""
+    batch, rows, keys, head_dim, dtype, block_q, block_k, smooth_k, exp = own
+    codes_q, codes_k, codes_v, *_ = operands
+    for name, x, rank in zip(_OPERAND_NAMES, operands, (3, 3, 4), strict=False):
+        if x.ndim != rank:
+            raise ValueError(f"{name} has {x.ndim} dimensions; it must have {rank}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype is {dtype}; it must be torch.bfloat16 or torch.float16")
+    leading_q, leading_k = (
+        ((batch, rows), (batch, keys)) if settings[0] is None else ((rows,), (keys,))
+    )
+    q = codes_q.new_empty((*leading_q, codes_q.shape[0], head_dim), dtype=dtype)
+    k = codes_k.new_empty((*leading_k, codes_k.shape[0], head_dim), dtype=dtype)
+    v = codes_v.new_empty((*leading_k, codes_v.shape[0], codes_v.shape[2]), dtype=dtype)
+
+    def check(*arguments):
+        _C.explain_fp8(*arguments, block_q, block_k, False, smooth_k, exp)
+
+    _fake.checked_call(check, q, k, v, settings)
+    format_ = (block_q, block_k, smooth_k)
+    forms = _operand_forms(q.shape, k.shape, v.shape[-1], *settings[:2], format_)
+    for name, x, (shape, expected) in zip(_OPERAND_NAMES, operands, forms, strict=True):
+        _fake.require_dtype(name, x, expected)
+        _fake.require_shape(name, *_fake.known_shapes(x.shape, shape))
+
+
 def _split(args):
     """(source, operands, settings, own, deterministic, checked) of fp8_forward's arguments."""
     source, args = args[:_SOURCE_COUNT], args[_SOURCE_COUNT:]
@@ -160,7 +212,9 @@ def _fp8_forward_kernel(*args):
 
 @torch.library.register_fake("pantile::fp8_forward", lib=_library)
 def _fake_fp8_forward(*args):
-    _, operands, settings, (batch, rows, _, _, dtype, *_), *_ = _split(args)
+    _, operands, settings, own, *_ = _split(args)
+    _check_operands(operands, settings, own)
+    batch, rows, _, _, dtype, *_ = own
     return _new_outputs(operands, settings, batch, rows, dtype)
 
 
@@ -173,11 +227,12 @@ class _Fp8Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, *args):
+        *args, grad_mode = args
         _, operands, settings, own, deterministic, checked = _split((q, k, v, *args))
-        with _ops._below_autograd():
+        with _ops.lower(grad_mode):
             o, lse = fp8_forward_op(None, None, None, *operands, *settings, *own, False, checked)
         ctx.save_for_backward(q, k, v, *settings[:4])
-        ctx.call = (settings[4:], o.dtype, deterministic, len(args))
+        ctx.call = (settings[4:], o.dtype, deterministic, len(args) + 1)
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -188,27 +243,30 @@ class _Fp8Attention(torch.autograd.Function):
             return (None,) * (_SOURCE_COUNT + count)
         q, k, v, *lengths = ctx.saved_tensors
         rounded = tuple(x.to(dtype) for x in (q, k, v))
-        with _ops._below_autograd():
+        with torch.no_grad():
             o, lse = _ops.forward_op(*rounded, *lengths, *settings, deterministic, False)
-            grads = _ops.backward_op(
-                torch.zeros_like(o) if grad_o is None else grad_o,
-                grad_lse,
-                *rounded,
-                o,
-                lse,
-                *lengths,
-                *settings,
-                deterministic,
-            )
-        return (*(g.to(q.dtype) for g in grads), *(None,) * count)
+        # By the operator's Autograd kernel: with create_graph=True it records that the gradient has
+        # no derivative, and one that is asked for is refused by name.
+        grads = _ops.backward_op(
+            torch.zeros_like(o) if grad_o is None else grad_o,
+            grad_lse,
+            *rounded,
+            o,
+            lse,
+            *lengths,
+            *settings,
+            deterministic,
+        )
+        grads = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+        return (*grads, *(None,) * count)
 
     jvp = staticmethod(_ops._no_forward_mode)
 
 
 def _fp8_forward_autograd(*args):
     source = [x for x in args[:_SOURCE_COUNT] if x is not None]
-    if len(source) == _SOURCE_COUNT and _ops._differentiates(source):
-        return _Fp8Attention.apply(*args)
+    if len(source) == _SOURCE_COUNT and _ops.differentiates(source):
+        return _ops.apply(_Fp8Attention, *args)
     with _ops._below_autograd():
         return fp8_forward_op(*args)
 
@@ -224,21 +282,26 @@ _library.impl("fp8_forward", _fp8_forward_autograd, "Autograd")
 def _fp8_flops(*args, out_val=None, **_) -> int:
     _, operands, settings, (batch, rows, keys, head_dim, *_), *_ = _split(args)
     heads, head_dim_v = operands[0].shape[0], operands[2].shape[2]
-    bounds = settings[7:9]
-    if settings[0] is None:
-        pairs = batch * visible_pairs(rows, keys, *bounds)
-    else:
-        lengths = zip(settings[0].diff().tolist(), settings[1].diff().tolist(), strict=True)
-        pairs = sum(visible_pairs(sq, sk, *bounds) for sq, sk in lengths)
+    pairs = _ops.visible_pairs_of_call(batch, rows, keys, settings)
     return 2 * heads * pairs * (head_dim + head_dim_v)
 
 
+# ---- torch.func: a call for each entry, because the forms put heads before sequences
+
+
+def _vmap_quantize(info, in_dims, *args):
+    return _ops.mapped_in_a_loop(quantize_op, info, in_dims, *args)
+
+
+def _vmap_fp8_forward(info, in_dims, *args):
+    return _ops.mapped_in_a_loop(fp8_forward_op, info, in_dims, *args)
+
+
+torch.library.register_vmap("pantile::quantize", _vmap_quantize, lib=_library)
+torch.library.register_vmap("pantile::fp8_forward", _vmap_fp8_forward, lib=_library)
+
+
 # ---- the calls
-
-
-def _takes_short_cut(tensors: tuple, lengths: tuple) -> bool:
-    """Around the dispatcher, where nothing can be watching: as in pantile._ops."""
-    return _ops._takes_short_cut((*tensors, *(x for x in lengths if x is not None)))
 
 
 def _autocast(tensors: tuple) -> tuple:
@@ -292,6 +355,60 @@ def _output_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype is torch.float16 else torch.bfloat16
 
 
+def _may_be_differentiated(tensors: tuple) -> bool:
+    """Whether the operator may have to record. Inside transforms of torch.func only its Autograd
+    kernel can tell: a tensor does not show what the transforms further out want of it."""
+    if torch.compiler.is_compiling() or _ops._in_transform():
+        return True
+    return _ops.differentiates(tensors)
+
+
+def _versions(tensors: tuple) -> tuple[int, ...]:
+    """How often each tensor was changed in place; nothing where torch does not count."""
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
+        return ()
+    return tuple(x._version for x in tensors)
+
+
+class _Changed(torch.autograd.Function):
+    """A source that is no longer what was quantised: its values are not needed for the output, only
+    for the gradient, so only that is refused."""
+
+    @staticmethod
+    def forward(x, name, versions):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.change = inputs[1:]
+
+    @staticmethod
+    def backward(ctx, _):
+        name, (quantized, found) = ctx.change
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {name} was at version {quantized} when it was quantized and at version "
+            f"{found} when attention was computed"
+        )
+
+    @staticmethod
+    def vmap(info, in_dims, x, name, versions):
+        return _Changed.apply(x, name, versions), in_dims[0]
+
+    jvp = staticmethod(_ops._no_forward_mode)
+
+
+def _source_of(operands: Quantized) -> tuple:
+    """q, k and v for the gradient, which refuses those that were changed since."""
+    if not operands.versions or torch.compiler.is_compiling():
+        return operands.source
+    changes = zip(operands.source, "qkv", operands.versions, strict=True)
+    return tuple(
+        x if x._version == version else _Changed.apply(x, name, (version, x._version))
+        for x, name, version in changes
+    )
+
+
 def quantize(q, k, v, settings, descales, block_q, block_k, hadamard, smooth_k) -> Quantized:
     lengths, longest, backend = settings[:4], settings[4:6], settings[-1]
     _ops.prepare(q, k, v, lengths)
@@ -302,17 +419,10 @@ def quantize(q, k, v, settings, descales, block_q, block_k, hadamard, smooth_k) 
     smooth_k = not codes if smooth_k is None else smooth_k
     batch = q.shape[0] if lengths[0] is None else lengths[0].shape[0] - 1
     format_ = (block_q, block_k, hadamard, smooth_k)
-    inputs = tuple(x.detach() for x in (q, k, v))
-    run = _quantize_kernel if _takes_short_cut(inputs, lengths) else quantize_op
-    operands = run(
-        *inputs,
-        *_descales(q, k, descales, batch),
-        *lengths,
-        *longest,
-        *format_,
-        backend,
-    )
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    tensors = (*(x.detach() for x in (q, k, v)), *_descales(q, k, descales, batch), *lengths)
+    run = _quantize_kernel if _ops.takes_short_cut(tensors) else quantize_op
+    operands = run(*tensors, *longest, *format_, backend)
+    recorded = _may_be_differentiated((q, k, v))
     return Quantized(
         *operands,
         tuple(q.shape),
@@ -322,6 +432,7 @@ def quantize(q, k, v, settings, descales, block_q, block_k, hadamard, smooth_k) 
         lengths,
         longest,
         (q, k, v) if recorded else (None, None, None),
+        _versions((q, k, v)) if recorded else (),
     )
 
 
@@ -343,11 +454,12 @@ def attention(operands: Quantized, settings, exp: str, deterministic, checked, r
         exp,
     )
     recorded = operands.source[0] is not None and torch.is_grad_enabled()
-    if not recorded and _takes_short_cut(operands.operands, operands.lengths):
+    if not recorded and _ops.takes_short_cut((*operands.operands, *operands.lengths)):
         o, lse = _run_fp8_forward(operands.operands, settings, own, checked)
     else:
+        source = _source_of(operands) if recorded else operands.source
         o, lse = fp8_forward_op(
-            *operands.source, *operands.operands, *settings, *own, deterministic, checked
+            *source, *operands.operands, *settings, *own, deterministic, checked
         )
     return (o, lse) if return_lse else o
 

@@ -1,27 +1,34 @@
 """The torch operators ``pantile::forward``, ``pantile::forward_extra`` and ``pantile::backward``.
 
 All are ordinary dispatcher operators: kernels for CPU and CUDA, a fake kernel for tracing, an
-Autograd kernel, an Autocast kernel, a vmap rule and a FLOP formula. Plain eager calls take a short
-cut around the dispatcher that does the same work; it is taken only when nothing can be watching.
+Autograd kernel, an Autocast kernel, a vmap rule and a FLOP formula. They decide everything that
+depends on torch's state, and torch.func, torch.compile and exported programs meet nothing else.
+Plain eager calls take a short cut around the dispatcher that does the same work; it is taken only
+when nothing can be watching.
 """
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils import flop_counter
 
-from pantile import _C
+from pantile import _C, _fake
 from pantile._direct import (
     BACKEND_SETTING,
     LENGTHS_COUNT,
     THREADS_FOLLOW,
     batch_of,
     lse_shape,
+    o_shape,
     run_backward,
     run_forward,
 )
 from pantile._direct import final_settings as final_settings  # for explain
+from pantile._fake import prepare as prepare  # for explain
 from pantile._masks import visible_pairs
 
 Tensor = torch.Tensor
@@ -34,8 +41,6 @@ _SETTINGS = (
 )
 _SETTINGS_COUNT = 10
 _NO_LENGTHS = (None,) * LENGTHS_COUNT
-
-_TENSOR_NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
 _library = torch.library.Library("pantile", "DEF")
 _library.define(
@@ -57,7 +62,6 @@ forward_op = torch.ops.pantile.forward.default
 # With what few calls want; max_logit is [0, heads] when it is not wanted.
 extra_op = torch.ops.pantile.forward_extra.default
 backward_op = torch.ops.pantile.backward.default
-_PLAIN_ARGUMENTS = 3 + _SETTINGS_COUNT + 2  # of forward
 
 
 # ---- kernels
@@ -90,27 +94,29 @@ for _key in ("CPU", "CUDA"):
 # ---- fake kernels: shapes for tracing and for the meta device
 
 
+def _new_fake(q, v, dtype):
+    o = q.new_empty(o_shape(q, v), dtype=dtype)
+    return o, q.new_empty(lse_shape(q.shape), dtype=torch.float32)
+
+
 @torch.library.register_fake("pantile::forward", lib=_library)
 def _fake_forward(q, k, v, *rest):
-    rank = 4 if rest[0] is None else 3
-    if q.ndim != rank or v.ndim != rank:
-        raise ValueError(f"q has {q.ndim} and v {v.ndim} dimensions; both must have {rank}")
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return o, q.new_empty(lse_shape(q.shape), dtype=torch.float32)
+    _fake.check_forward(q, k, v, rest[:_SETTINGS_COUNT])
+    return _new_fake(q, v, q.dtype)
 
 
 @torch.library.register_fake("pantile::forward_extra", lib=_library)
 def _fake_extra(q, k, v, *rest):
-    o, lse = _fake_forward(q, k, v, *rest)
     wants_max_logit, output_f32 = rest[-2:]
-    if output_f32:
-        o = o.to(torch.float32)
+    _fake.check_forward(q, k, v, rest[:_SETTINGS_COUNT], wants_max_logit, output_f32)
     rows = batch_of(q, rest) if wants_max_logit else 0
-    return o, lse, q.new_empty((rows, q.shape[-2]), dtype=torch.float32)
+    max_logit = q.new_empty((rows, q.shape[-2]), dtype=torch.float32)
+    return *_new_fake(q, v, torch.float32 if output_f32 else q.dtype), max_logit
 
 
 @torch.library.register_fake("pantile::backward", lib=_library)
-def _fake_backward(grad_o, grad_lse, q, k, v, *_):
+def _fake_backward(grad_o, grad_lse, q, k, v, o, lse, *rest):
+    _fake.check_backward(grad_o, grad_lse, q, k, v, o, lse, rest[:_SETTINGS_COUNT])
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
@@ -129,6 +135,36 @@ def _no_forward_mode(*_):
 
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+_in_transform = torch._C._are_functorch_transforms_active
+
+
+def apply(function: type[torch.autograd.Function], *args):
+    """``function.apply`` for an Autograd kernel, also inside transforms of torch.func.
+
+    There the kernel runs once for each transform that differentiates, on the tensors of that one,
+    and below it the next transform is met by the operator. So the plain form of Function, for one
+    level, is the right one; by itself it refuses to run inside transforms. The Function's last
+    argument is added here: the grad mode for :func:`lower`.
+    """
+    if not _in_transform():
+        return function.apply(*args, False)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args, torch.is_grad_enabled())
+
+
+@contextlib.contextmanager
+def lower(grad_mode: bool):
+    """For the operator that a Function's forward calls: below this Autograd kernel.
+
+    A Function's forward runs without grad mode and forward mode. Transforms further out would
+    inherit that and lose their gradient.
+    """
+    with _below_autograd():
+        if not _in_transform():
+            yield
+            return
+        with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
+            yield
 
 
 class _Attention(torch.autograd.Function):
@@ -140,12 +176,12 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, call):
+    def forward(ctx, q, k, v, call, grad_mode):
         settings, deterministic, checked, direct, wants_lse, extras = call
         if direct:
             o, lse, max_logit = run_forward(q, k, v, settings, checked, True, extras)
         else:
-            with _below_autograd():
+            with lower(grad_mode):
                 o, lse, max_logit = _dispatch(q, k, v, settings, deterministic, checked, extras)
         if settings[0] is None:
             ctx.save_for_backward(q, k, v, o, lse)
@@ -161,19 +197,21 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_o, grad_lse=None, _=None):
         if grad_o is None and grad_lse is None:
-            return None, None, None, None
+            return None, None, None, None, None
         settings, deterministic, direct = ctx.call
         q, k, v, o, lse, *lengths = ctx.saved_tensors
         settings = (*(lengths or _NO_LENGTHS), *settings)
         if grad_o is None:
             grad_o = torch.zeros_like(o)
         o, grad_o = _like_query(q, o), _like_query(q, grad_o)
-        # create_graph=True must meet the operator, whose own derivative raises.
-        if direct and not torch.is_grad_enabled() and _takes_short_cut((grad_o,)):
+        # Gradients come from anywhere, and saved tensors through anybody's hooks. create_graph=True
+        # must meet the operator, whose own derivative raises.
+        operands = (grad_o, grad_lse, q, k, v, o, lse, *lengths)
+        if direct and not torch.is_grad_enabled() and takes_short_cut(operands):
             run, flat = run_backward, (settings, deterministic)
         else:
             run, flat = backward_op, (*settings, deterministic)
-        return (*run(grad_o, grad_lse, q, k, v, o, lse, *flat), None)
+        return (*run(grad_o, grad_lse, q, k, v, o, lse, *flat), None, None)
 
     jvp = staticmethod(_no_forward_mode)
 
@@ -196,40 +234,41 @@ class _AttentionGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        with _below_autograd():
+        *args, grad_mode = args
+        with lower(grad_mode):
             return backward_op(*args)
 
     backward = staticmethod(_no_second_derivative)
     jvp = staticmethod(_no_forward_mode)
 
 
-def _differentiates(tensors) -> bool:
+def differentiates(tensors) -> bool:
     if forward_ad._current_level >= 0:  # inside dual_level: Function refuses tangents by name
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _forward_autograd(q, k, v, *rest):
-    if _differentiates((q, k, v)):
+    if differentiates((q, k, v)):
         settings, (deterministic, checked) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-        return _Attention.apply(q, k, v, (settings, deterministic, checked, False, True, None))
+        return apply(_Attention, q, k, v, (settings, deterministic, checked, False, True, None))
     with _below_autograd():
         return forward_op(q, k, v, *rest)
 
 
 def _extra_autograd(q, k, v, *rest):
-    if _differentiates((q, k, v)):
+    if differentiates((q, k, v)):
         settings, (deterministic, checked, *extras) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
         call = (settings, deterministic, checked, False, True, tuple(extras))
-        o, lse, *max_logit = _Attention.apply(q, k, v, call)
+        o, lse, *max_logit = apply(_Attention, q, k, v, call)
         return o, lse, *(max_logit or [q.new_empty((0, q.shape[-2]), dtype=torch.float32)])
     with _below_autograd():
         return extra_op(q, k, v, *rest)
 
 
 def _backward_autograd(*args):
-    if _differentiates(x for x in args[:7] if x is not None):
-        return _AttentionGradient.apply(*args)
+    if differentiates(x for x in args[:7] if x is not None):
+        return apply(_AttentionGradient, *args)
     with _below_autograd():
         return backward_op(*args)
 
@@ -265,7 +304,7 @@ _register_autocast("cpu", "AutocastCPU")
 _register_autocast("cuda", "AutocastCUDA")
 
 
-# ---- torch.func: vmap rules, and a Function in the form that its transforms demand
+# ---- torch.func: vmap rules
 
 
 def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
@@ -280,22 +319,34 @@ def _select(x, dim: int | None, index: int):
     return x if dim is None or not isinstance(x, Tensor) else x.select(dim, index)
 
 
+def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
+    if parts[0].dtype is not torch.float8_e4m3fn:
+        return torch.stack(parts)
+    codes = torch.stack([x.view(torch.uint8) for x in parts])  # autocast stacks no float8
+    return codes.view(torch.float8_e4m3fn)
+
+
+def mapped_in_a_loop(call, info, in_dims, *args):
+    """``call`` once for each entry of a mapped dimension."""
+    answers = [
+        call(*(_select(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    results = tuple(_stacked(parts) for parts in zip(*answers, strict=True))
+    return results, (0,) * len(results)
+
+
 def _mapped(call, operand_count: int, info, in_dims, *args):
     """``call`` over a mapped dimension: one call for dense tensors, a loop for packed ones."""
     size = info.batch_size
     if args[operand_count] is not None:  # cu_seqlens_q
-        answers = [
-            call(*(_select(x, dim, i) for x, dim in zip(args, in_dims, strict=True)))
-            for i in range(size)
-        ]
-        results = tuple(torch.stack(parts) for parts in zip(*answers, strict=True))
-    else:
-        operands = (
-            _fold(x, dim, size)
-            for x, dim in zip(args[:operand_count], in_dims[:operand_count], strict=True)
-        )
-        answer = call(*operands, *args[operand_count:])
-        results = tuple(x.unflatten(0, (size, -1)) for x in answer)
+        return mapped_in_a_loop(call, info, in_dims, *args)
+    operands = (
+        _fold(x, dim, size)
+        for x, dim in zip(args[:operand_count], in_dims[:operand_count], strict=True)
+    )
+    answer = call(*operands, *args[operand_count:])
+    results = tuple(x.unflatten(0, (size, -1)) for x in answer)
     return results, (0,) * len(results)
 
 
@@ -316,70 +367,29 @@ torch.library.register_vmap("pantile::forward_extra", _vmap_extra, lib=_library)
 torch.library.register_vmap("pantile::backward", _vmap_backward, lib=_library)
 
 
-class _TransformedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(*args):
-        return backward_op(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    backward = staticmethod(_no_second_derivative)
-
-    jvp = staticmethod(_no_forward_mode)
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return _mapped(_TransformedGradient.apply, 7, info, in_dims, *args)
-
-
-class _TransformedAttention(torch.autograd.Function):
-    """Only for torch.func transforms: their form of Function is three times slower to call."""
-
-    @staticmethod
-    def forward(*args):
-        return (forward_op if len(args) == _PLAIN_ARGUMENTS else extra_op)(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        q, k, v, *rest = inputs
-        ctx.save_for_backward(q, k, v, *output[:2], *rest[:LENGTHS_COUNT])
-        ctx.settings = rest[LENGTHS_COUNT : _SETTINGS_COUNT + 1]  # to `deterministic`
-        ctx.inputs = len(inputs)
-        ctx.mark_non_differentiable(*output[2:])
-
-    @staticmethod
-    def backward(ctx, grad_o, grad_lse, _=None):
-        q, k, v, o, lse, *lengths = ctx.saved_tensors
-        grads = _TransformedGradient.apply(
-            _like_query(q, grad_o), grad_lse, q, k, v, _like_query(q, o), lse, *lengths,
-            *ctx.settings,
-        )  # fmt: skip
-        return (*grads, *(None,) * (ctx.inputs - 3))
-
-    jvp = staticmethod(_no_forward_mode)
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return _mapped(_TransformedAttention.apply, 3, info, in_dims, *args)
-
-
 # ---- FLOPs: two products forward; five backward, of which the recomputed scores are one
 
 
+def visible_pairs_of_call(batch, rows, keys, settings) -> int:
+    """(query row, key) pairs of one head that the mask lets through, over the batch.
+
+    ``batch``, ``rows`` and ``keys`` are those of dense tensors. Packed sequences are counted by
+    their lengths; where these have no contents that can be read (fake, meta and wrapped tensors),
+    as if all were the longest.
+    """
+    cu_seqlens = settings[:2]
+    bounds = settings[7:9]
+    if cu_seqlens[0] is None:
+        return batch * visible_pairs(rows, keys, *bounds)
+    if not all(is_plain(x) for x in cu_seqlens):
+        return (cu_seqlens[0].shape[0] - 1) * visible_pairs(settings[4], settings[5], *bounds)
+    lengths = zip(*(x.diff().tolist() for x in cu_seqlens), strict=True)
+    return sum(visible_pairs(sq, sk, *bounds) for sq, sk in lengths)
+
+
 def _pairs(q, k, rest) -> int:
-    """(query row, key) pairs that the mask lets through, over batch and query heads."""
-    cu_seqlens_q, cu_seqlens_k = rest[0], rest[1]
-    left, right = rest[7], rest[8]
-    if cu_seqlens_q is None:
-        batch, seqlen_q, heads, _ = q.shape
-        return batch * heads * visible_pairs(seqlen_q, k.shape[1], left, right)
-    if cu_seqlens_q.is_meta or isinstance(cu_seqlens_q, torch._subclasses.FakeTensor):
-        lengths = [(rest[4], rest[5])] * (cu_seqlens_q.shape[0] - 1)
-    else:
-        lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
-    return q.shape[1] * sum(visible_pairs(sq, sk, left, right) for sq, sk in lengths)
+    """Over batch and query heads."""
+    return q.shape[-2] * visible_pairs_of_call(q.shape[0], q.shape[1], k.shape[1], rest)
 
 
 @flop_counter.register_flop_formula(
@@ -413,7 +423,6 @@ _PLAIN_KEYS = {
 }
 _keys_of = torch._C._dispatch_keys
 _is_compiling = torch.compiler.is_compiling
-_in_transform = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _autocasting = torch._C._is_any_autocast_enabled
@@ -444,12 +453,21 @@ _AUTOGRAD_KEYS = {
 _apply_directly = super(torch.autograd.Function, _Attention).apply
 
 
-def _takes_short_cut(tensors: tuple[Tensor, ...]) -> bool:
-    """Ordinary dense tensors, and no mode, transform, tracer, autocast or profiler at work."""
+def is_plain(x: Tensor) -> bool:
+    """An ordinary dense tensor whose memory holds its values."""
+    return type(x) in _PLAIN_TYPES and _keys_of(x).raw_repr() in _PLAIN_KEYS
+
+
+def takes_short_cut(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Ordinary dense tensors, and no mode, transform, tracer, autocast or profiler at work.
+
+    ``tensors`` are all that the bindings would read: what is lazily negated, lazily zero, a
+    subclass or wrapped is made ordinary by the dispatcher and by nothing else.
+    """
     if _is_compiling():
         return False
     for x in tensors:
-        if type(x) not in _PLAIN_TYPES or _keys_of(x).raw_repr() not in _PLAIN_KEYS:
+        if x is not None and not is_plain(x):
             return False
     for watches in _WATCHERS:  # noqa: SIM110 (a generator costs as much as the calls)
         if watches():
@@ -469,26 +487,6 @@ def _records(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return False
 
 
-def _check_operand(name: str, x: object, q: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor like q")
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else str(x.layout)
-        raise ValueError(f"{name} has layout {kind}; it must be torch.strided")
-    if x.device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"{name} is on {x.device}; it must be on the CPU or a CUDA device")
-    if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device}; it must be on the device of q, {q.device}")
-
-
-def prepare(q, k, v, lengths: tuple) -> tuple:
-    """The operands, after the checks that no kernel could make."""
-    for name, x in zip(_TENSOR_NAMES, (q, k, v, *lengths), strict=True):
-        if x is not None or name in ("q", "k", "v"):
-            _check_operand(name, x, q)
-    return q, k, v
-
-
 def _chosen(o, lse, max_logit, return_lse: bool):
     if max_logit is not None:
         return (o, lse, max_logit) if return_lse else (o, max_logit)
@@ -499,22 +497,17 @@ def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
     """o, or a tuple of o and what else is wanted, by the shortest way that torch's state allows."""
     operands = (q, k, v)
     if settings[0] is not None:
-        operands += tuple(x for x in settings[:LENGTHS_COUNT] if x is not None)
-    if _takes_short_cut(operands):
+        operands += settings[:LENGTHS_COUNT]
+    if takes_short_cut(operands):
         if _records(q, k, v):
             call = (settings, deterministic, checked, True, return_lse, extras)
-            return _apply_directly(q, k, v, call)
+            return _apply_directly(q, k, v, call, False)
         if return_lse or extras is not None:
             answer = run_forward(q, k, v, settings, checked, return_lse, extras)
             return _chosen(*answer, return_lse)
         return run_forward(q, k, v, settings, checked, False)[0]
     if not _is_compiling():
         prepare(q, k, v, settings[:LENGTHS_COUNT])
-    if not _is_compiling() and _in_transform():
-        o, lse, *rest = _TransformedAttention.apply(
-            q, k, v, *settings, deterministic, checked, *(extras or ())
-        )
-        return _chosen(o, lse, rest[0] if extras and extras[0] else None, return_lse)
     return _chosen(*_dispatch(q, k, v, settings, deterministic, checked, extras), return_lse)
 
 

@@ -33,6 +33,7 @@ class Quantized:
     longest: tuple = (0, 0)  # max_seqlen_q, max_seqlen_k
     # q, k and v where they require a gradient: the backward works on them, not on the codes.
     source: tuple = field(default=(None, None, None), repr=False)
+    versions: tuple = field(default=(), repr=False)  # of those tensors, when they were quantised
 
     @property
     def operands(self) -> tuple:

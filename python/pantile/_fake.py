@@ -1,0 +1,214 @@
+"""The rules of a call for tensors without memory: fake, meta and symbolic ones.
+
+The bindings check q, k, v and the settings of every call. Here they check stand-ins of the same
+shapes and dtypes, so that a traced call is refused for the same reason and in the same words. A
+symbolic size is checked by the value that it has in the example; a comparison of symbols would
+guard the traced program. Sizes without a value pass.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+
+from pantile import _C
+from pantile._direct import LENGTHS_COUNT, SCALE_SETTING
+
+Tensor = torch.Tensor
+
+_TENSOR_NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+_ANY_SIZE = 1  # stands for sizes without a value: of every axis of that name
+
+_ROWS = {  # of tensors by name; dense ones have a batch axis before these
+    "q": ("rows", "heads", "head_dim"),
+    "k": ("keys", "heads", "head_dim"),
+    "v": ("keys", "heads", "head_dim_v"),
+    "cu_seqlens_q": ("sequences",),
+    "cu_seqlens_k": ("sequences",),
+    "seqused_q": ("sequences",),
+    "seqused_k": ("sequences",),
+    "o": ("rows", "heads", "head_dim_v"),
+    "grad_o": ("rows", "heads", "head_dim_v"),
+    "lse": ("heads", "rows"),
+    "grad_lse": ("heads", "rows"),
+}
+
+
+# ---- checks that no stand-in can make
+
+
+def _check_operand(name: str, x: object, q: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor like q")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise ValueError(f"{name} has layout {kind}; it must be torch.strided")
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"{name} is on {x.device}; it must be on the CPU or a CUDA device")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}; it must be on the device of q, {q.device}")
+
+
+def prepare(q, k, v, lengths: tuple) -> tuple:
+    """The operands, after the checks that no kernel could make."""
+    for name, x in zip(_TENSOR_NAMES, (q, k, v, *lengths), strict=True):
+        if x is not None or name in ("q", "k", "v"):
+            _check_operand(name, x, q)
+    return q, k, v
+
+
+# ---- sizes
+
+
+def known(size) -> int | None:
+    """The value of a size; of a symbol that of the example, None if it has none. Never guards."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    return int(node.hint) if node.has_hint() else None
+
+
+def _known_or(value, other):
+    if value is None or isinstance(value, int | float):
+        return value
+    found = known(value)
+    return other if found is None else found
+
+
+class _Sizes:
+    """Shapes as numbers, with one number for all axes of a name of which some have no value."""
+
+    def __init__(self, tensors: dict[str, Tensor | None], packed: bool) -> None:
+        self._batch_axis = () if packed else ("batch",)
+        self._unknown = {
+            axis
+            for name, x in tensors.items()
+            if x is not None
+            for axis, size in zip(self._axes(name), x.shape, strict=False)
+            if known(size) is None
+        }
+
+    def _axes(self, name: str) -> tuple[str, ...]:
+        axes = _ROWS[name]
+        return axes if axes == ("sequences",) else self._batch_axis + axes
+
+    def of(self, name: str, shape) -> tuple[int, ...]:
+        axes = self._axes(name)
+        extra = ("",) * max(len(shape) - len(axes), 0)
+        return tuple(
+            self._stand_in(name, axis) if axis in self._unknown else _known_or(size, _ANY_SIZE)
+            for axis, size in zip(axes + extra, shape, strict=False)
+        )
+
+    def _stand_in(self, name: str, axis: str) -> int:
+        bounds = axis == "sequences" and name.startswith("cu_")
+        return _ANY_SIZE + 1 if bounds else _ANY_SIZE
+
+
+# ---- stand-ins
+
+
+@functools.cache
+def _one(dtype: torch.dtype) -> Tensor:
+    return torch.empty((), dtype=dtype, device="cpu")
+
+
+def _stand_in(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A CPU tensor of this shape and the dtype of x, in the memory of one element."""
+    return _one(x.dtype).expand(shape)
+
+
+def _length_stand_in(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    strides = tuple(_known_or(stride, 1) for stride in x.stride())
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device="cpu")
+
+
+def known_settings(settings: tuple) -> tuple:
+    """The settings behind the lengths, as numbers."""
+    longest, scale, window, backend = (
+        settings[LENGTHS_COUNT:SCALE_SETTING],
+        settings[SCALE_SETTING],
+        settings[SCALE_SETTING + 1 : -1],
+        settings[-1],
+    )
+    return (
+        *(_known_or(x, _ANY_SIZE) for x in longest),
+        _known_or(scale, 1.0),
+        *(_known_or(x, -1) for x in window),
+        backend,
+    )
+
+
+def checked_call(check, q: Tensor, k: Tensor, v: Tensor, settings: tuple, others=None) -> _Sizes:
+    """Calls ``check(q, k, v, *settings)`` with stand-ins; ``others`` share names of axes.
+
+    ``settings`` are those of the operators (_ops._SETTINGS).
+    """
+    lengths = dict(zip(_TENSOR_NAMES[3:], settings[:LENGTHS_COUNT], strict=True))
+    prepare(q, k, v, tuple(lengths.values()))
+    operands = {"q": q, "k": k, "v": v}
+    sizes = _Sizes({**operands, **lengths, **(others or {})}, settings[0] is not None)
+    with no_dispatch():
+        arguments = [_stand_in(x, sizes.of(name, x.shape)) for name, x in operands.items()]
+        arguments += [
+            None if x is None else _length_stand_in(x, sizes.of(name, x.shape))
+            for name, x in lengths.items()
+        ]
+        check(*arguments, *known_settings(settings))
+    return sizes
+
+
+# ---- the operators
+
+
+def check_forward(q, k, v, settings, wants_max_logit=False, output_f32=False) -> None:
+    def check(*arguments):
+        _C.explain(*arguments, False, wants_max_logit, output_f32)
+
+    checked_call(check, q, k, v, settings)
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def require_dtype(name: str, x: Tensor, dtype: torch.dtype, q: Tensor | None = None) -> None:
+    """With q: that of q."""
+    if x.dtype is not dtype:
+        expected = f"have the dtype of q, {_text(dtype)}" if q is not None else f"be {_text(dtype)}"
+        raise TypeError(f"{name} has dtype {_text(x.dtype)}; it must {expected}")
+
+
+def known_shapes(found, expected) -> tuple[tuple, tuple]:
+    """Both as numbers; an axis of which either has no value counts as equal."""
+    pairs = [(known(a), known(b)) for a, b in zip(found, expected, strict=False)]
+    pairs = [(_ANY_SIZE, _ANY_SIZE) if None in pair else pair for pair in pairs]
+    rest = [tuple(map(known, shape[len(pairs) :])) for shape in (found, expected)]
+    return (*(a for a, _ in pairs), *rest[0]), (*(b for _, b in pairs), *rest[1])
+
+
+def require_shape(name: str, found: tuple, shape: tuple) -> None:
+    if found != shape:
+        raise ValueError(f"{name} has shape {list(found)}; it must be {list(shape)}")
+
+
+def check_backward(grad_o, grad_lse, q, k, v, o, lse, settings) -> None:
+    outputs = {"o": o, "grad_o": grad_o, "lse": lse, "grad_lse": grad_lse}
+
+    def check(*arguments):
+        _C.explain(*arguments, False, False, False)
+
+    sizes = checked_call(check, q, k, v, settings, outputs)
+    *leading, rows, heads, _ = sizes.of("q", q.shape)
+    shapes = {
+        "o": (*leading, rows, heads, sizes.of("v", v.shape)[-1]),
+        "lse": (*leading, heads, rows),
+    }
+    for name, x in outputs.items():
+        if x is not None:
+            like_o = name.endswith("_o") or name == "o"
+            require_dtype(name, x, *((q.dtype, q) if like_o else (torch.float32,)))
+            _check_operand(name, x, q)
+            require_shape(name, sizes.of(name, x.shape), shapes["o" if like_o else "lse"])
