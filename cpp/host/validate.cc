@@ -239,7 +239,8 @@ Status k_layout_rule(const ForwardProblem& p) {
 Status v_layout_rule(const ForwardProblem& p) {
   return quantized(p) ? Status() : input_layout("v", p.v, key_shape(p, p.head_dim_v), p.dtype);
 }
-Status o_layout_rule(const ForwardProblem& p) {
+// The forward writes o, the backward reads it.
+Status o_written_rule(const ForwardProblem& p) {
   return output_layout("o", p.o, query_shape(p, p.head_dim_v), output_dtype(p));
 }
 
@@ -270,13 +271,31 @@ Status o_low_rule(const ForwardProblem& p) {
 }
 
 // In the order in which a reader of problem.h meets the fields; later rules rely on earlier ones.
-constexpr Status (*kForwardRules[])(const ForwardProblem&) = {
-    dtype_rule,       batch_rule,        heads_q_rule,  heads_k_rule,
-    seqlen_q_rule,    seqlen_k_rule,     head_dim_rule, head_dim_v_rule,
-    group_rule,       work_rule,         total_q_rule,  total_k_rule,
-    window_left_rule, window_right_rule, scale_rule,    float32_precision_rule,
-    output_rule,      o_low_rule,        fp8_rule,      q_layout_rule,
-    k_layout_rule,    v_layout_rule,     o_layout_rule, softmax_options_rule,
+// These hold in both passes.
+constexpr Status (*kCommonRules[])(const ForwardProblem&) = {
+    dtype_rule,
+    batch_rule,
+    heads_q_rule,
+    heads_k_rule,
+    seqlen_q_rule,
+    seqlen_k_rule,
+    head_dim_rule,
+    head_dim_v_rule,
+    group_rule,
+    work_rule,
+    total_q_rule,
+    total_k_rule,
+    window_left_rule,
+    window_right_rule,
+    scale_rule,
+    float32_precision_rule,
+    output_rule,
+    o_low_rule,
+    fp8_rule,
+    q_layout_rule,
+    k_layout_rule,
+    v_layout_rule,
+    softmax_options_rule,
 };
 
 Status wants_lse_rule(const BackwardProblem& p) {
@@ -299,6 +318,10 @@ Status forward_only_rule(const BackwardProblem& p) {
 Status has_o_low_rule(const BackwardProblem& p) {
   return low_bits_rule("has_o_low", p.has_o_low, p.forward);
 }
+Status o_read_rule(const BackwardProblem& p) {
+  return input_layout("o", p.forward.o, query_shape(p.forward, p.forward.head_dim_v),
+                      p.forward.dtype);
+}
 Status grad_o_layout_rule(const BackwardProblem& p) {
   return input_layout("grad_o", p.grad_o, query_shape(p.forward, p.forward.head_dim_v),
                       p.forward.dtype);
@@ -317,8 +340,8 @@ Status grad_v_layout_rule(const BackwardProblem& p) {
 }
 
 constexpr Status (*kBackwardRules[])(const BackwardProblem&) = {
-    wants_lse_rule,     forward_only_rule,  has_o_low_rule,     grad_o_layout_rule,
-    grad_q_layout_rule, grad_k_layout_rule, grad_v_layout_rule,
+    wants_lse_rule,     forward_only_rule,  has_o_low_rule,     o_read_rule,
+    grad_o_layout_rule, grad_q_layout_rule, grad_k_layout_rule, grad_v_layout_rule,
 };
 
 template <class Problem, std::size_t kCount>
@@ -335,11 +358,12 @@ Status apply(Status (*const (&rules)[kCount])(const Problem&), const Problem& pr
 }  // namespace
 
 Status validate(const ForwardProblem& problem) {
-  return apply(kForwardRules, problem);
+  Status status = apply(kCommonRules, problem);
+  return status.ok() ? o_written_rule(problem) : status;
 }
 
 Status validate(const BackwardProblem& problem) {
-  Status status = validate(problem.forward);
+  Status status = apply(kCommonRules, problem.forward);
   return status.ok() ? apply(kBackwardRules, problem) : status;
 }
 

@@ -218,6 +218,17 @@ TEST_P(BackwardRules, NamesArgumentValueAndRule) {
 INSTANTIATE_TEST_SUITE_P(All, BackwardRules, ::testing::ValuesIn(kBadBackward),
                          case_name<BackwardProblem>);
 
+// The backward reads o: like any input it may be expanded along an axis.
+TEST(BackwardLayouts, OutputOfTheForwardIsAnInput) {
+  BackwardProblem problem = backward_problem();
+  problem.forward.o.batch = 0;
+  EXPECT_TRUE(host::validate(problem).ok());
+  EXPECT_FALSE(host::validate(problem.forward).ok());
+  problem.forward.o.seq = -1;
+  EXPECT_STREQ(host::validate(problem).message(),
+               "o: stride along seq is -1; it must be 0 or more");
+}
+
 // What must not be refused.
 const BadForward kGoodForward[] = {
     {"Plain", [](ForwardProblem*) {}, ""},
