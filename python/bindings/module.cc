@@ -420,6 +420,8 @@ NB_MODULE(_C, module) {
   module.def("set_parallel_for", [](std::uintptr_t address) {
     pantile::set_parallel_for(reinterpret_cast<pantile::ParallelFor>(address));
   });
+  module.def("checks_workspaces", [] { return py::checks_workspaces().load(); });
+  module.def("check_workspaces", [](bool on) { py::checks_workspaces() = on; }, "on"_a);
   module.def(
       "set_plan_log", [](nb::handle log) { py::hooks().plan_log = py::keep(log); }, "log"_a.none());
 }

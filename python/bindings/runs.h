@@ -3,6 +3,7 @@
 
 #include <initializer_list>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "changes.h"
@@ -53,6 +54,19 @@ inline LentBefore& lent_before(Device device, void* stream, Pass pass) {
   return blocks.back();
 }
 
+// Checked mode, CPU: throws when the first bytes of the scratch are not zero.
+inline void require_zero_scratch(const Workspace& workspace, Pass pass, const char* when) {
+  const std::size_t wrong = cpu_scratch().nonzero_bytes(workspace.zeroed_bytes);
+  if (wrong == 0) {
+    return;
+  }
+  cpu_scratch().forget();
+  throw std::runtime_error("workspace of the " + std::string(pass_name(pass)) +
+                           " pass: " + std::to_string(wrong) + " of the first " +
+                           std::to_string(workspace.zeroed_bytes) + " bytes are not zero " + when +
+                           " the run; every run must leave them zero");
+}
+
 inline Lent lend(const Workspace& needed, Device device, void* stream, Pass pass) {
   Lent lent;
   if (needed.bytes == 0) {
@@ -60,6 +74,9 @@ inline Lent lend(const Workspace& needed, Device device, void* stream, Pass pass
   }
   if (device.type == DeviceType::cpu) {
     lent.pointer = cpu_scratch().lend(needed);
+    if (checks_workspaces()) {
+      require_zero_scratch(needed, pass, "before");
+    }
     return lent;
   }
   if (hooks().lend_workspace == nullptr) {
@@ -68,8 +85,8 @@ inline Lent lend(const Workspace& needed, Device device, void* stream, Pass pass
   // A captured run must not share a block with runs outside of its graph.
   const bool capturing = nb::cast<bool>(nb::handle(hooks().is_capturing)());
   LentBefore& before = lent_before(device, stream, pass);
-  if (!capturing && before.pointer != nullptr && before.size.bytes == needed.bytes &&
-      before.size.zeroed_bytes == needed.zeroed_bytes) {
+  if (!capturing && !checks_workspaces() && before.pointer != nullptr &&
+      before.size.bytes == needed.bytes && before.size.zeroed_bytes == needed.zeroed_bytes) {
     lent.pointer = before.pointer;
     return lent;
   }
@@ -83,6 +100,28 @@ inline Lent lend(const Workspace& needed, Device device, void* stream, Pass pass
     before.pointer = lent.pointer;
   }
   return lent;
+}
+
+// Checked mode: throws when a run did not leave zero what its plan says it does. A run that is
+// being captured has not happened yet.
+inline void check_after_run(const Workspace& needed, const Lent& lent, Device device, void* stream,
+                            Pass pass) {
+  if (!checks_workspaces() || needed.zeroed_bytes == 0) {
+    return;
+  }
+  if (device.type == DeviceType::cpu) {
+    require_zero_scratch(needed, pass, "after");
+    return;
+  }
+  if (!lent.owner.is_valid() || nb::cast<bool>(nb::handle(hooks().is_capturing)())) {
+    return;
+  }
+  LentBefore& before = lent_before(device, stream, pass);
+  const LentBefore kept = before;
+  before.pointer = nullptr;  // not lent again if what follows throws
+  nb::module_::import_("pantile._runtime")
+      .attr("check_after_run")(lent.owner, pass_name(pass), needed.zeroed_bytes);
+  before = kept;
 }
 
 inline Status run_plan(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
@@ -150,6 +189,9 @@ unsigned plan_and_run(const Request& request, Problem* problem, const Tensors& t
   {
     nb::gil_scoped_release unlocked;
     status = run_plan(plan, tensors, workspace.pointer, stream);
+  }
+  if (status.ok()) {
+    check_after_run(plan.workspace, workspace, request.device, stream, pass);
   }
   if (request.device.type == DeviceType::cpu) {
     cpu_scratch().trim();

@@ -1,7 +1,9 @@
 // Workspace for the CPU backend: one block per calling thread, grown on demand and used again.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -9,6 +11,15 @@
 #include "pantile/plan.h"
 
 namespace pantile::python {
+
+// Checked mode: is the zero part of each workspace verified before and after each run?
+inline std::atomic<bool>& checks_workspaces() {
+  static std::atomic<bool> checks{[] {
+    const char* const asked = std::getenv("PANTILE_CHECK_WORKSPACE");
+    return asked != nullptr && std::strcmp(asked, "1") == 0;
+  }()};
+  return checks;
+}
 
 class CpuScratch {
  public:
@@ -30,11 +41,25 @@ class CpuScratch {
     return block_.get();
   }
 
+  // Bytes of the block lent last that are not zero, of the first `count`.
+  std::size_t nonzero_bytes(std::size_t count) const {
+    std::size_t found = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      found += block_.get()[i] != std::byte{0} ? 1 : 0;
+    }
+    return found;
+  }
+
+  // Lends this block no more.
+  void forget() {
+    block_.reset();
+    bytes_ = zero_bytes_ = 0;
+  }
+
   // A very large block is worth more to others than the time to get it again.
   void trim() {
     if (bytes_ > kKeptBytes) {
-      block_.reset();
-      bytes_ = zero_bytes_ = 0;
+      forget();
     }
   }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -88,10 +90,70 @@ class WorkspaceLender:
             block.zero_bytes = zeroed
         if size > zeroed:
             block.zero_bytes = zeroed  # what lies behind will be written over
+        if _C.checks_workspaces():
+            self._check(block, key, zeroed)
         return block.tensor
+
+    def _check(self, block: _Block, key: tuple, zeroed: int) -> None:
+        """Checked mode, before a run."""
+        try:
+            require_zeros(block.tensor, key[-1], zeroed, "before")
+        except RuntimeError:
+            del self._local.__dict__[key]
+            raise
+        if _fill is not None and block.tensor.numel() > zeroed:
+            _fill(block.tensor[zeroed:])
+            block.zero_bytes = zeroed
+
+    def forget(self, block: torch.Tensor) -> None:
+        """Lends this block no more."""
+        blocks = self._local.__dict__
+        for key in [key for key, lent in blocks.items() if lent and lent.tensor is block]:
+            del blocks[key]
 
 
 _lender = WorkspaceLender()
+
+
+# ---- checked mode: PANTILE_CHECK_WORKSPACE=1, or the tests. What a plan says about the zeros of
+# its workspace is verified before and after each run, which waits for the GPU twice.
+
+_fill: Callable[[torch.Tensor], None] | None = None  # tests: what to do to the rest of a block
+
+
+def require_zeros(block: torch.Tensor, pass_: str, zeroed: int, when: str) -> None:
+    """Raises when one of the first ``zeroed`` bytes is not zero; ``when``: before or after."""
+    if zeroed == 0 or not block[:zeroed].any():
+        return
+    wrong = block[:zeroed].count_nonzero().item()
+    raise RuntimeError(
+        f"workspace of the {pass_} pass: {wrong} of the first {zeroed} bytes are not zero {when} "
+        "the run; every run must leave them zero"
+    )
+
+
+def check_after_run(block: torch.Tensor, pass_: str, zeroed: int) -> None:
+    """Called by the bindings in checked mode."""
+    try:
+        require_zeros(block, pass_, zeroed, "after")
+    except RuntimeError:
+        _lender.forget(block)
+        raise
+
+
+@contextlib.contextmanager
+def checked_workspaces(fill: Callable[[torch.Tensor], None] | None = None) -> Iterator[None]:
+    """Checked mode while the block lasts. ``fill`` is called with the part of each CUDA block that
+    may hold anything, before each run."""
+    global _fill
+    before = _C.checks_workspaces(), _fill
+    _C.check_workspaces(True)
+    _fill = fill
+    try:
+        yield
+    finally:
+        _C.check_workspaces(before[0])
+        _fill = before[1]
 
 
 is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None) or (lambda: False)

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 import pantile
 import pytest
 import torch
-from support import Target
+from support import Dirt, Target
 
 GPU_BACKENDS = ("hopper", "ampere")
 
@@ -23,6 +23,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def dirty_memory(request: pytest.FixtureRequest):
+    """Tests marked gpu: whatever memory torch hands out, to them or to the package, held NaN, 1e30
+    or Inf; workspaces are checked. Tests marked undisturbed are about launches that follow each
+    other, or run beside each other: nothing is launched or waited for between them."""
+    if not request.node.get_closest_marker("gpu") or not torch.cuda.is_available():
+        yield
+        return
+    dirt = Dirt(launches=not request.node.get_closest_marker("undisturbed"))
+    dirt.soil_allocator()
+    with dirt.spread():
+        yield
 
 
 def _targets() -> list:

@@ -513,6 +513,7 @@ def test_concurrent_callers_do_not_disturb_each_other(target):
 
 
 @pytest.mark.gpu
+@pytest.mark.undisturbed
 @pytest.mark.parametrize("head_dims", [(d, d) for d in (64, 96, 128, 192, 256)] + [(192, 128)])
 def test_streams(target, head_dims):
     """1000 runs, bit-equal, while other streams run the same kernels on other data."""

@@ -278,6 +278,7 @@ def test_equal_inputs_give_equal_bits(dim, causal):
         assert torch.equal(pantile.attention(quantized, causal=causal, options=HOPPER), first)
 
 
+@pytest.mark.undisturbed
 @pytest.mark.parametrize("dim", MAIN_DIMS)
 def test_attention_waits_for_the_quantiser(dim):
     """The attention kernel starts while the quantiser drains and must not run ahead of it."""

@@ -579,6 +579,7 @@ def test_cuda_graph():
 
 
 @pytest.mark.gpu
+@pytest.mark.undisturbed
 def test_side_stream_waits_for_its_own_producers():
     tensors = operands(False, rows=500, keys=500, device="cuda")
     expected = pantile.attention(*(2 * x for x in tensors))
