@@ -19,6 +19,9 @@ struct ReferenceRules {
   float raise_limit;   // a row that exceeds it takes its maximum for the reference
   float p_offset;      // log2 of P at the maximum
   float shared_reach;  // how far a row's maximum may lie below a reference of 16 rows
+  // 1 / scale, where scores can be large logits at all; from the host, because a quotient in the
+  // kernel would be worked out before its loop and keep a register.
+  float inverse_scale;
 };
 
 // What a row's reference is before its first visible key, negated: finite, so that a row without

@@ -51,7 +51,6 @@ struct LargeLogits {
   PANTILE_DEVICE static void raise(Softmax& rows, Scores& s, const ReferenceRules& rules,
                                    float* references) {
     const bool shared = met(rows);
-    const float inverse = 1.0f / rows.scale;  // finite: so are scores, and large times the scale
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       float before[2], factor[2];
@@ -73,7 +72,7 @@ struct LargeLogits {
         for (int j = 0; j < Softmax::kKeyTiles; ++j) {
 #pragma unroll
           for (int c = 2 * r; c < 2 * r + 2; ++c) {
-            s[m][j][c] = __fadd_rn(__fmul_rn(s[m][j][c], rows.scale), now) * inverse;
+            s[m][j][c] = __fadd_rn(__fmul_rn(s[m][j][c], rows.scale), now) * rules.inverse_scale;
           }
         }
       }

@@ -28,6 +28,7 @@ inline ReferenceRules reference_rules(const SoftmaxOptions& softmax, const Forwa
   rules.raise_limit = limit;
   rules.p_offset = softmax.p_max_offset;
   rules.shared_reach = shared_reach(softmax, p.dtype);
+  rules.inverse_scale = 1.0f / logit_scale(p.scale);
   return rules;
 }
 
