@@ -50,7 +50,7 @@ PANTILE_HD constexpr Magnitude sum(const Magnitude& a, const Magnitude& b) {
   const bool a_larger = b.mantissa == 0.0f || (a.mantissa != 0.0f && a.exponent >= b.exponent);
   const Magnitude& large = a_larger ? a : b;
   const Magnitude& small = a_larger ? b : a;
-  const int shift = min_of(large.exponent - small.exponent, 60);
+  const int shift = clamp(large.exponent - small.exponent, 0, 60);
   const float part = small.mantissa * bits_float(static_cast<std::uint32_t>(127 - shift) << 23);
   return Magnitude{large.mantissa + part, large.exponent};
 }

@@ -1,0 +1,123 @@
+// Units of integer sums: magnitudes at the ends of the range against double, and that no sum leaves
+// its bits.
+#include "core/integer_unit.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+
+namespace {
+
+using pantile::core::float_bits;
+using pantile::core::is_finite_bits;
+using pantile::core::KeyBounds;
+using pantile::core::loudness;
+using pantile::core::Magnitude;
+using pantile::core::magnitude_of;
+using pantile::core::measured_bound;
+using pantile::core::must_be_measured;
+using pantile::core::product;
+using pantile::core::row_bound;
+using pantile::core::sum;
+using pantile::core::unit_scale;
+
+constexpr float kMost = std::numeric_limits<float>::max();
+constexpr float kLeast = std::numeric_limits<float>::denorm_min();
+
+long double value(const Magnitude& x) {
+  return std::ldexp(static_cast<long double>(x.mantissa), x.exponent);
+}
+
+float random_float(std::mt19937& random) {
+  std::uniform_int_distribution<std::uint32_t> bits(0, 0x7f7fffffu);
+  return pantile::core::bits_float(bits(random));
+}
+
+TEST(IntegerUnit, AMagnitudeIsItsNumber) {
+  std::mt19937 random(1);
+  for (int i = 0; i < 100000; ++i) {
+    const float x = i == 0 ? kLeast : i == 1 ? kMost : random_float(random);
+    const Magnitude m = magnitude_of(i % 2 == 0 ? x : -x);
+    ASSERT_EQ(value(m), static_cast<long double>(x)) << x;
+    ASSERT_GE(m.mantissa, 1.0f);
+    ASSERT_LT(m.mantissa, 2.0f);
+  }
+  EXPECT_EQ(magnitude_of(0.0f).mantissa, 0.0f);
+  EXPECT_EQ(magnitude_of(-0.0f).mantissa, 0.0f);
+}
+
+TEST(IntegerUnit, ProductsAndSumsLeaveNoRange) {
+  std::mt19937 random(2);
+  for (int i = 0; i < 100000; ++i) {
+    const float a = i % 7 == 0 ? 0.0f : i % 7 == 1 ? kMost : random_float(random);
+    const float b = i % 5 == 0 ? 0.0f : i % 5 == 1 ? kLeast : random_float(random);
+    const Magnitude x = magnitude_of(a);
+    const Magnitude y = magnitude_of(b);
+    const long double exact_product = static_cast<long double>(a) * b;
+    const long double exact_sum = static_cast<long double>(a) + b;
+    ASSERT_NEAR(static_cast<double>(value(product(x, y)) - exact_product), 0.0,
+                static_cast<double>(exact_product) * 1e-6);
+    ASSERT_LE(std::abs(value(sum(x, y)) - exact_sum), exact_sum * 1e-6L) << a << " " << b;
+  }
+}
+
+// The bound, in units, lies below 2^30, and not far below.
+TEST(IntegerUnit, BoundsTakeThirtyBits) {
+  std::mt19937 random(3);
+  for (int i = 0; i < 100000; ++i) {
+    std::uniform_real_distribution<float> exponent(-119.0f, 118.0f);
+    const Magnitude bound = magnitude_of(std::exp2(exponent(random)));
+    const float scale = unit_scale(bound);
+    const long double units = value(bound) * scale;
+    const int shift = std::ilogb(scale);
+    ASSERT_EQ(std::ldexp(1.0f, shift), scale);
+    if (shift < 120 && shift > -120) {
+      ASSERT_LT(units * 1.09L, std::ldexp(1.0L, 30));
+      ASSERT_GE(units * 1.11L, std::ldexp(1.0L, 29));
+    }
+  }
+  EXPECT_EQ(unit_scale(Magnitude{}), 1.0f);
+  EXPECT_EQ(unit_scale(Magnitude{1.0f, -300}), std::ldexp(1.0f, 120));
+  EXPECT_EQ(unit_scale(Magnitude{1.0f, 300}), std::ldexp(1.0f, -120));
+  EXPECT_EQ(unit_scale(Magnitude{1.9f, 0}), std::ldexp(1.0f, 28));  // 1.1 carries it over 2
+}
+
+KeyBounds usual_keys(float loudest_k, float loudest_v) {
+  KeyBounds bounds{};
+  bounds.keys_k = bounds.keys_v = 1000;
+  bounds.exponents_k = 1000 * 1;
+  bounds.exponents_v = 1000 * 3;
+  bounds.max_k = float_bits(loudest_k);
+  bounds.max_v = float_bits(loudest_v);
+  return bounds;
+}
+
+TEST(IntegerUnit, LoudKeysAreMeasured) {
+  EXPECT_FLOAT_EQ(loudness(usual_keys(5.0f, 16.0f)), 2.0f);
+  EXPECT_FALSE(must_be_measured(usual_keys(5.0f, 16.0f), 11));
+  EXPECT_FALSE(must_be_measured(usual_keys(65.0f, 8.0f), 11));  // 5 above
+  EXPECT_TRUE(must_be_measured(usual_keys(65.0f, 17.0f), 11));  // 6
+  EXPECT_FALSE(must_be_measured(usual_keys(65.0f, 65.0f), 8));  // 8
+  EXPECT_TRUE(must_be_measured(usual_keys(65.0f, 129.0f), 8));  // 9
+  EXPECT_TRUE(must_be_measured(usual_keys(INFINITY, 8.0f), 8));
+  EXPECT_TRUE(must_be_measured(usual_keys(2.0f, NAN), 8));
+  KeyBounds all_loud = usual_keys(2.0f, NAN);  // no louder than the others
+  all_loud.exponents_v = 1000 * 127;
+  EXPECT_TRUE(must_be_measured(all_loud, 8));
+  EXPECT_FALSE(must_be_measured(KeyBounds{}, 11));
+  EXPECT_FALSE(is_finite_bits(float_bits(INFINITY)));
+  EXPECT_TRUE(is_finite_bits(float_bits(kMost)));
+}
+
+TEST(IntegerUnit, BoundsOfRows) {
+  const KeyBounds bounds = usual_keys(4.0f, 8.0f);
+  EXPECT_EQ(value(row_bound(bounds, magnitude_of(3.0f), -2.0f)), (3 * 8 + 2) * 4);
+  const KeyBounds loud = usual_keys(1e38f, 1e38f);
+  EXPECT_NEAR(static_cast<double>(std::log2(value(row_bound(loud, magnitude_of(1e20f), 1e30f)))),
+              std::log2(1e38) * 2 + std::log2(1e20), 1e-5);
+  EXPECT_EQ(value(measured_bound(-3.0f, 5)), 15);
+}
+
+}  // namespace
