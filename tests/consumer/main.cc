@@ -144,6 +144,9 @@ void check_questions() {
   bad.scale = NAN;
   pantile::ForwardPlan plan;
   require(!pantile::plan_forward(bad, device, {}, &plan).ok(), "refusal of a NaN scale");
+  bad = problem;
+  bad.wants_o_low = true;
+  require(!pantile::plan_forward(bad, device, {}, &plan).ok(), "refusal of low bits of a float O");
   pantile::Status status;
   const int gpus = pantile::cuda_device_count(&status);
   std::printf("%s\n%d CUDA devices %s\n", pantile::build_info(), gpus, status.message());

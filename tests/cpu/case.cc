@@ -201,6 +201,12 @@ std::int64_t Case::lse_at(int batch, int head, int row) const {
   return (batch * problem.heads_q + head) * problem.seqlen_q + row;
 }
 
+std::int64_t Case::low_at(int batch, int head, int row, int d) const {
+  const std::int64_t first =
+      shape.packed_q ? cu_q[static_cast<std::size_t>(batch)] : std::int64_t{batch} * shape.rows;
+  return ((first + row) * problem.heads_q + head) * shape.dim_v + d;
+}
+
 void Case::for_each_row(const std::function<void(int, int, int, core::Span)>& visit) const {
   for (int b = 0; b < shape.batch; ++b) {
     const core::Mask m = mask(b);
@@ -219,6 +225,7 @@ ForwardTensors Case::tensors(const Outputs& outputs) {
   t.v = v.buffer.data();
   t.o = const_cast<void*>(outputs.o.data());
   t.lse = static_cast<float*>(const_cast<void*>(outputs.lse.data()));
+  t.o_low = static_cast<std::int8_t*>(const_cast<void*>(outputs.low.data()));
   t.cu_seqlens_q = cu_q.empty() ? nullptr : cu_q.data();
   t.cu_seqlens_k = cu_k.empty() ? nullptr : cu_k.data();
   t.seqused_q = shape.used_q ? used_q.data() : nullptr;
@@ -227,11 +234,30 @@ ForwardTensors Case::tensors(const Outputs& outputs) {
 }
 
 Outputs Case::forward(const Target& target) {
-  Outputs outputs{Buffer(shape.dtype, o.buffer.size()), Buffer(DType::f32, grad_lse.size())};
+  ForwardProblem asked = problem;
+  asked.wants_o_low = shape.low;
+  return run_forward_problem(asked, target);
+}
+
+Outputs Case::forward_unrounded(const Target& target) {
+  ForwardProblem asked = problem;
+  asked.output_f32 = true;
+  asked.o.base_align_bytes = 4;
+  return run_forward_problem(asked, target);
+}
+
+Outputs Case::run_forward_problem(const ForwardProblem& asked, const Target& target) {
+  Outputs outputs{Buffer(output_dtype(asked), o.buffer.size()), Buffer(DType::f32, grad_lse.size()),
+                  Buffer()};
   outputs.o.fill(kNan);
   outputs.lse.fill(kNan);
+  if (asked.wants_o_low) {
+    const std::int64_t bytes = problem.total_q * problem.heads_q * shape.dim_v;
+    outputs.low = Buffer(DType::e4m3, bytes);
+    std::memset(outputs.low.data(), kUnwritten, static_cast<std::size_t>(bytes));
+  }
   ForwardPlan plan;
-  Status status = plan_forward(problem, device_of(target), options_of(target), &plan);
+  Status status = plan_forward(asked, device_of(target), options_of(target), &plan);
   EXPECT_TRUE(status.ok()) << status.message();
   Buffer block = lend(plan.workspace);
   status = run_forward(plan, tensors(outputs), aligned_start(block, plan.workspace), nullptr);
@@ -248,6 +274,7 @@ Gradients Case::backward(const Target& target, const Outputs& outputs) {
   BackwardProblem backward;
   backward.forward = problem;
   backward.has_grad_lse = true;
+  backward.has_o_low = shape.low;
   backward.grad_o = grad_o.layout;
   backward.grad_q = grad_q.layout;
   backward.grad_k = grad_k.layout;
@@ -258,6 +285,8 @@ Gradients Case::backward(const Target& target, const Outputs& outputs) {
   Buffer block = lend(plan.workspace);
   BackwardTensors t;
   t.forward = tensors(outputs);
+  t.o_low = t.forward.o_low;
+  t.forward.o_low = nullptr;
   t.grad_o = grad_o.buffer.data();
   t.grad_lse = static_cast<const float*>(grad_lse.data());
   t.grad_q = gradients.q.data();
@@ -311,6 +340,7 @@ Case Case::widened() const {
   Case wide;
   wide.shape = shape;
   wide.shape.dtype = DType::f32;
+  wide.shape.low = false;
   wide.cu_q = cu_q;
   wide.cu_k = cu_k;
   wide.used_q = used_q;
@@ -388,6 +418,7 @@ Shape random_shape(unsigned seed) {
   s.strided = below(3) == 0;
   s.scale = pick({0, 0, 0, 1}) * (below(2) == 0 ? 0.7 : -0.25);
   s.spread = pick({1, 1, 2});
+  s.low = below(2) == 0 && s.dtype != DType::f32;
   return s;
 }
 

@@ -82,6 +82,7 @@ struct Shape {
   bool packed_q = false, packed_k = false;
   bool used_q = false, used_k = false;
   bool strided = false;  // gaps between rows, heads before rows
+  bool low = false;      // with the low bits of O; not in f32
   double scale = 0.0;    // 0: 1 / sqrt(dim)
   double spread = 1.0;   // standard deviation of Q and K
 };
@@ -91,11 +92,15 @@ inline std::ostream& operator<<(std::ostream& out, const Shape& s) {
              << "/" << s.heads_k << " rows " << s.rows << " keys " << s.keys << " dims " << s.dim
              << "/" << s.dim_v << " window " << s.left << "," << s.right << " packed " << s.packed_q
              << s.packed_k << " used " << s.used_q << s.used_k << " strided " << s.strided
-             << " scale " << s.scale << " spread " << s.spread;
+             << " low " << s.low << " scale " << s.scale << " spread " << s.spread;
 }
 
 struct Outputs {
   Buffer o, lse;
+  Buffer low;  // bytes
+  std::int8_t low_at(std::int64_t i) const {
+    return static_cast<const std::int8_t*>(low.data())[i];
+  }
 };
 struct Gradients {
   Buffer q, k, v;
@@ -115,8 +120,11 @@ class Case {
  public:
   Case(const Shape& shape, unsigned seed);
 
-  // Outputs start out as NaN, so that what is not written shows.
+  // Outputs start out as NaN, low bits as kUnwritten, so that what is not written shows.
+  static constexpr std::int8_t kUnwritten = 0x55;
   Outputs forward(const Target& target);
+  // O as accumulated, in f32: the same strides, no low bits.
+  Outputs forward_unrounded(const Target& target);
   Gradients backward(const Target& target, const Outputs& outputs);
 
   // Calls visit(batch, head, row, keys) for every query row that exists, with the keys it sees.
@@ -127,6 +135,7 @@ class Case {
     return offset(t, batch) + head * t.layout.head + row * t.layout.seq + d;
   }
   std::int64_t lse_at(int batch, int head, int row) const;
+  std::int64_t low_at(int batch, int head, int row, int d = 0) const;
   int rows_of(int batch) const { return length(true, batch); }
   int keys_of(int batch) const { return length(false, batch); }
   core::Mask mask(int batch) const {
@@ -153,6 +162,7 @@ class Case {
   Tensor tensor(bool queries, int dim) const;
   void lay_out();
   ForwardTensors tensors(const Outputs& outputs);
+  Outputs run_forward_problem(const ForwardProblem& asked, const Target& target);
 };
 
 // Root of the mean square.

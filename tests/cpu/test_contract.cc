@@ -21,6 +21,7 @@ void expect_same(const Buffer& a, const Buffer& b, const char* name) {
 void expect_same(const Outputs& a, const Outputs& b) {
   expect_same(a.o, b.o, "O");
   expect_same(a.lse, b.lse, "LSE");
+  EXPECT_TRUE(a.low.same_bits(b.low)) << "low bits of O";
 }
 
 void expect_same(const Gradients& a, const Gradients& b) {
@@ -107,6 +108,7 @@ TEST(NotFinite, ReachesOnlyWhatAttends) {
   shape.right = 13;
   for (const DType dtype : {DType::f32, DType::bf16}) {
     shape.dtype = dtype;
+    shape.low = dtype != DType::f32;
     Case c(shape, 5);
     const core::Mask mask = c.mask(0);
     for (const CpuIsa isa : usable_isas()) {

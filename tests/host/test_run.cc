@@ -217,6 +217,32 @@ TEST(WorkspaceRules, NullAndMisaligned) {
       << message;
 }
 
+TEST(LowBitsRules, NameThePointerAndItsAddress) {
+  ForwardProblem problem = forward_problem();
+  alignas(256) static float memory[64];
+  auto* const low = reinterpret_cast<std::int8_t*>(memory);
+  ForwardTensors tensors;
+  tensors.q = tensors.k = tensors.v = memory;
+  tensors.o = memory;
+  tensors.lse = memory;
+  EXPECT_TRUE(host::validate_tensors(problem, tensors).ok());
+  tensors.o_low = low;
+  EXPECT_STREQ(host::validate_tensors(problem, tensors).message(),
+               "o_low is set; it must be null because wants_o_low is false");
+  problem.wants_o_low = true;
+  EXPECT_TRUE(host::validate_tensors(problem, tensors).ok());
+  tensors.o_low = low + 8;
+  const std::string text = host::validate_tensors(problem, tensors).message();
+  EXPECT_TRUE(text.rfind("o_low is at 0x", 0) == 0 &&
+              text.find("; its address must be a multiple of 16 bytes") != std::string::npos)
+      << text;
+  tensors.o_low = nullptr;
+  EXPECT_STREQ(host::validate_tensors(problem, tensors).message(),
+               "o_low is null; it must be set because wants_o_low is true");
+  problem.seqlen_q = 0;  // no rows: nothing to point to
+  EXPECT_TRUE(host::validate_tensors(problem, tensors).ok());
+}
+
 TEST(BackwardTensorRules, NameTheMissingOne) {
   const BackwardProblem problem = backward_problem();
   alignas(256) static float memory[64];
@@ -238,6 +264,16 @@ TEST(BackwardTensorRules, NameTheMissingOne) {
   tensors.grad_lse = memory;
   EXPECT_STREQ(host::validate_tensors(problem, tensors).message(),
                "grad_lse is set; it must be null because has_grad_lse is false");
+  tensors.grad_lse = nullptr;
+  tensors.o_low = reinterpret_cast<std::int8_t*>(memory);
+  EXPECT_STREQ(host::validate_tensors(problem, tensors).message(),
+               "o_low is set; it must be null because has_o_low is false");
+  BackwardProblem with_low = problem;
+  with_low.has_o_low = true;
+  EXPECT_TRUE(host::validate_tensors(with_low, tensors).ok());
+  tensors.o_low = nullptr;
+  EXPECT_STREQ(host::validate_tensors(with_low, tensors).message(),
+               "o_low is null; it must be set because has_o_low is true");
 }
 
 }  // namespace

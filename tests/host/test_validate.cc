@@ -151,6 +151,24 @@ const BadForward kBadForward[] = {
        p->v.base_align_bytes = 2;
      },
      "v.base_align_bytes is 2; it must be a power of two of at least 4"},
+    {"OLowOfF32",
+     [](ForwardProblem* p) {
+       p->dtype = DType::f32;
+       p->wants_o_low = true;
+     },
+     "wants_o_low is true; it must be false unless dtype is f16 or bf16, it is f32"},
+    {"OLowOfE4m3",
+     [](ForwardProblem* p) {
+       p->dtype = DType::e4m3;
+       p->wants_o_low = true;
+     },
+     "wants_o_low is true; it must be false unless dtype is f16 or bf16, it is e4m3"},
+    {"OLowOfFloatOutput",
+     [](ForwardProblem* p) {
+       p->output_f32 = true;
+       p->wants_o_low = true;
+     },
+     "wants_o_low is true; it must be false when output_f32 is true"},
     {"StrideNegative", [](ForwardProblem* p) { p->q.seq = -1024; },
      "q: stride along seq is -1024; it must be 0 or more"},
     {"StrideTooLong", [](ForwardProblem* p) { p->v.batch = std::int64_t{1} << 61; },
@@ -192,6 +210,14 @@ const BadBackward kBadBackward[] = {
      "forward.wants_max_logit is true; it must be false in a backward problem"},
     {"OutputF32", [](BackwardProblem* p) { p->forward.output_f32 = true; },
      "forward.output_f32 is true; it must be false in a backward problem"},
+    {"OLowWanted", [](BackwardProblem* p) { p->forward.wants_o_low = true; },
+     "forward.wants_o_low is true; it must be false in a backward problem"},
+    {"OLowOfF32",
+     [](BackwardProblem* p) {
+       p->forward.dtype = DType::f32;
+       p->has_o_low = true;
+     },
+     "has_o_low is true; it must be false unless dtype is f16 or bf16, it is f32"},
     {"GradOStride", [](BackwardProblem* p) { p->grad_o.head = -1; },
      "grad_o: stride along head is -1; it must be 0 or more"},
     {"GradQExpanded", [](BackwardProblem* p) { p->grad_q.batch = 0; },
