@@ -110,7 +110,6 @@ TEST(NotFinite, ReachesOnlyWhatAttends) {
     shape.dtype = dtype;
     shape.low = dtype != DType::f32;
     Case c(shape, 5);
-    const core::Mask mask = c.mask(0);
     for (const CpuIsa isa : usable_isas()) {
       const Target target{Backend::cpu, isa, 1};
       const Outputs clean = c.forward(target);
@@ -126,7 +125,7 @@ TEST(NotFinite, ReachesOnlyWhatAttends) {
             const Outputs outputs = c.forward(target);
             const Gradients gradients = c.backward(target, outputs);
             t->buffer.set(at, before);
-            const core::Span rows = core::visible_rows(mask, key);
+            const core::Span rows = core::visible_rows(c.mask(0), key);
             for (int row = 0; row < shape.rows; ++row) {
               const bool sees = row >= rows.begin && row < rows.end;
               for (int d = 0; d < shape.dim_v; ++d) {
@@ -145,8 +144,8 @@ TEST(NotFinite, ReachesOnlyWhatAttends) {
               }
             }
             // Keys that share no row with this one.
-            const core::Span near{core::visible_keys(mask, rows.begin).begin,
-                                  core::visible_keys(mask, rows.end - 1).end};
+            const core::Span near{core::visible_keys(c.mask(0), rows.begin).begin,
+                                  core::visible_keys(c.mask(0), rows.end - 1).end};
             for (int other = 0; other < shape.keys; ++other) {
               for (int d = 0; d < shape.dim && (other < near.begin || other >= near.end); ++d) {
                 const std::int64_t i = c.at(c.k, 0, 0, other, d);

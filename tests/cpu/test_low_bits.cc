@@ -133,6 +133,31 @@ void look_at_own_key(Case& c, double factor) {
   }
 }
 
+void leave(Case&) {}
+
+void add_offsets(Case& c) {
+  add_to_all(c.k.buffer, 3.0);
+  add_to_all(c.v.buffer, 3.0);
+}
+
+void let_weights_dominate(Case& c) {
+  look_at_own_key(c, 1.2);
+}
+
+// Every 64th row looks at its own key with nearly all of its weight, six hundred times louder than
+// the others, which look at all keys alike: what its delta is off by, times its Q, is most of dK.
+void sharpen_some_rows(Case& c) {
+  look_at_own_key(c, 1.2);
+  for (int row = 0; row < c.shape.rows; ++row) {
+    scale_row(c, c.q, row, row % 64 == 0 ? 1.0 : 0.002);
+  }
+}
+
+// Its one weight is 1, and its dS 0.
+void make_one_row_loud(Case& c) {
+  scale_row(c, c.q, 100, 1e3);
+}
+
 struct Law {
   const char* name;
   int length;
@@ -150,35 +175,14 @@ std::ostream& operator<<(std::ostream& out, const Law& law) {
 }
 
 const Law kLaws[] = {
-    {"Normal", 256, false, [](Case&) {}, 0.3, 0.3, 0.0},  // textbook 0.6, 0.6
-    {"Offset", 256, false,                                // textbook 2.4, 1.0
-     [](Case& c) {
-       add_to_all(c.k.buffer, 3.0);
-       add_to_all(c.v.buffer, 3.0);
-     },
-     0.3, 0.3, 5.0},
-    {"OffsetCausal", 256, true,
-     [](Case& c) {
-       add_to_all(c.k.buffer, 3.0);
-       add_to_all(c.v.buffer, 3.0);
-     },
-     0.3, 0.3, 4.5},
-    {"DominantWeight", 256, false, [](Case& c) { look_at_own_key(c, 1.2); }, 1.0, 1.0, 5.0},
-    {"DominantWeightCausal", 256, true, [](Case& c) { look_at_own_key(c, 1.2); }, 1.0, 1.0, 5.0},
-    // Every 64th row looks at its own key with nearly all of its weight, six hundred times louder
-    // than the others, which look at all keys alike: what its delta is off by, times its Q, is most
-    // of dK.
-    {"SharpRows", 512, false,
-     [](Case& c) {
-       look_at_own_key(c, 1.2);
-       for (int row = 0; row < c.shape.rows; ++row) {
-         scale_row(c, c.q, row, row % 64 == 0 ? 1.0 : 0.002);
-       }
-     },
-     0.5, 1.0, 5.0},
-    // A row whose one weight is 1, louder still: its dS is 0.
-    {"RowOfOneWeight", 256, false, [](Case& c) { scale_row(c, c.q, 100, 1e3); }, 0.3, 0.3, 0.0},
-    {"Means", 512, false, add_means, 0.5, 0.5, 2.0},  // textbook 1.4, 1.0
+    {"Normal", 256, false, leave, 0.3, 0.3, 0.0},        // 0.6, 0.6
+    {"Offset", 256, false, add_offsets, 0.3, 0.3, 5.0},  // 2.4, 1.0
+    {"OffsetCausal", 256, true, add_offsets, 0.3, 0.3, 4.5},
+    {"DominantWeight", 256, false, let_weights_dominate, 1.0, 1.0, 5.0},
+    {"DominantWeightCausal", 256, true, let_weights_dominate, 1.0, 1.0, 5.0},
+    {"SharpRows", 512, false, sharpen_some_rows, 0.5, 1.0, 5.0},
+    {"RowOfOneWeight", 256, false, make_one_row_loud, 0.3, 0.3, 0.0},
+    {"Means", 512, false, add_means, 0.5, 0.5, 2.0},  // 1.4, 1.0
     {"MeansCausal", 512, true, add_means, 0.5, 0.5, 2.0},
     {"Means1k", 1024, false, add_means, 0.5, 0.5, 2.0},
     {"Means2k", 2048, false, add_means, 0.5, 0.5, 2.0},
