@@ -61,10 +61,11 @@ lint: $(VENV)/ready  ## ruff, clang-format, layers and sizes, links, generated t
 	$(PY) tools/support_matrix.py --check
 	$(PY) benchmarks/plot.py --check
 	$(PY) tools/results_docs.py --check
+	$(PY) tools/verification.py --check
 
 .PHONY: sanitize
-sanitize: $(VENV)/ready  ## the C++ tests under the address and undefined-behaviour sanitizers
-	for preset in asan ubsan; do \
+sanitize: $(VENV)/ready  ## the C++ tests under the address, undefined-behaviour and thread sanitizers
+	for preset in asan tsan; do \
 	  cmake --preset $$preset && cmake --build --preset $$preset && ctest --preset $$preset || exit 1; \
 	done
 
@@ -84,6 +85,7 @@ docs: $(VENV)/ready  ## rewrite the generated tables, numbers and plots of READM
 	$(PY) tools/support_matrix.py
 	$(PY) benchmarks/plot.py
 	$(PY) tools/results_docs.py
+	$(PY) tools/verification.py
 
 .PHONY: clean
 clean:  ## remove build/ and the virtual environment

@@ -1,17 +1,15 @@
-"""Targets, kernel rows and the GPU summary: what every test file shares."""
+"""Targets, kernel rows, dirty memory and the record of a GPU run: what every test file shares."""
 
 from __future__ import annotations
 
 import os
 import pathlib
-import shutil
-import subprocess
-from collections import Counter
-from datetime import datetime, timezone
+import time
 
 import pantile
 import pytest
 import torch
+import verification
 from support import Dirt, Target
 
 GPU_BACKENDS = ("hopper", "ampere")
@@ -70,89 +68,50 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("row", rows)
 
 
-# ---- PANTILE_GPU_SUMMARY=path: a Markdown record of a run on a GPU machine
+# ---- --write-verification=PATH: what a run on a GPU machine found (tools/verification.py)
 
 
-class GpuSummary:
-    """Collects the outcome of each test marked gpu, and of each kernel row."""
-
-    def __init__(self, path: str) -> None:
-        self.path = pathlib.Path(path)
-        self.outcomes: Counter[str] = Counter()
-        self.rows: dict[str, Counter[str]] = {}
-        self.failures: list[str] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        finished = report.when == "call" or (report.when == "setup" and not report.passed)
-        if not finished or "gpu" not in report.keywords:
-            return
-        self.outcomes[report.outcome] += 1
-        if report.failed:
-            self.failures.append(report.nodeid)
-        for key, value in report.user_properties:
-            if key == "kernel":
-                self.rows.setdefault(value, Counter())[report.outcome] += 1
-
-    def pytest_sessionfinish(self) -> None:
-        self.path.write_text("\n".join(self.lines()) + "\n")
-
-    def lines(self) -> list[str]:
-        counts = {name: self.outcomes[name] for name in ("passed", "failed", "skipped")}
-        lines = [
-            "# GPU verification",
-            "",
-            "Written by `PANTILE_GPU_SUMMARY=docs/gpu-verification.md pytest -m gpu`.",
-            "",
-            "| what | value |",
-            "|---|---|",
-        ]
-        facts = {
-            "commit": _commit(),
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            "GPU": _gpu_name(),
-            "driver": _driver(),
-            "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
-            "build": f"nvcc {pantile.build_info().get('nvcc', '')}",
-            **counts,
-        }
-        lines += [f"| {name} | {value} |" for name, value in facts.items()]
-        lines += ["", "## Failures", ""]
-        lines += [f"- `{name}`" for name in self.failures] or ["None."]
-        lines += [
-            "",
-            "## Kernels",
-            "",
-            "| kernel | passed | failed | skipped |",
-            "|---|---|---|---|",
-        ]
-        for name, row in self.rows.items():
-            lines.append(f"| {name} | {row['passed']} | {row['failed']} | {row['skipped']} |")
-        return lines
-
-
-def _output(*command: str) -> str:
-    if shutil.which(command[0]) is None:
-        return ""
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() if result.returncode == 0 else ""
-
-
-def _commit() -> str:
-    here = os.path.dirname(__file__)
-    named = os.environ.get("PANTILE_COMMIT")
-    return named or _output("git", "-C", here, "rev-parse", "HEAD") or "unknown"
-
-
-def _gpu_name() -> str:
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
-
-
-def _driver() -> str:
-    answer = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return answer.splitlines()[0] if answer else "unknown"
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-verification",
+        metavar="PATH",
+        help="record the outcome of every test marked gpu as JSON; adds to a record of the same "
+        "commit, library, GPU and torch that PATH holds, and refuses another one",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path = os.environ.get("PANTILE_GPU_SUMMARY")
-    if path and not hasattr(config, "workerinput"):  # with xdist, only the controller writes
-        config.pluginmanager.register(GpuSummary(path), "pantile-gpu-summary")
+    path = config.getoption("--write-verification")
+    if path is None or hasattr(config, "workerinput"):  # with xdist, only the controller writes
+        return
+    try:
+        recorder = Recorder(pathlib.Path(path), verification.facts())
+    except ValueError as error:
+        raise pytest.UsageError(f"--write-verification: {error}") from None
+    config.pluginmanager.register(recorder, "pantile-verification")
+
+
+class Recorder:
+    """Collects the outcome of each test marked gpu, and the kernel that it is about."""
+
+    def __init__(self, path: pathlib.Path, facts: dict) -> None:
+        self.path = path
+        self.record = verification.opened(path, facts)
+        self.started = time.time()
+
+    @pytest.hookimpl(tryfirst=True)  # before -m and -k take tests out
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        known = set(self.record["collected"])
+        known |= {item.nodeid for item in items if item.get_closest_marker("gpu")}
+        self.record["collected"] = sorted(known)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if "gpu" in report.keywords:
+            verification.add(self.record, report)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        words = [str(word) for word in session.config.invocation_params.args]
+        words = [word for word in words if "write-verification" not in word]
+        seconds = time.time() - self.started
+        self.record["runs"].append({"arguments": words, "seconds": round(seconds)})
+        verification.write_json(self.path, self.record)

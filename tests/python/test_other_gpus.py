@@ -32,7 +32,6 @@ def test_tiles_of_smaller_gpus(kilobytes):
         pytest.skip("no ampere kernels in this build")
     tests = pathlib.Path(__file__).with_name("test_kernels.py")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environment.pop("PANTILE_GPU_SUMMARY", None)
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         + [f"{tests}::test_row_packed_sequences[{row}]" for row in rows],
