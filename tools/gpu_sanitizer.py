@@ -1,96 +1,260 @@
 #!/usr/bin/env python3
-"""Runs the ampere kernels under compute-sanitizer: memcheck, racecheck and synccheck.
+"""Runs the GPU kernels under compute-sanitizer: memcheck, initcheck, racecheck and synccheck.
 
-    python tools/gpu_sanitizer.py [--tools racecheck] [--backend ampere] [--only PATTERN]
+    python tools/gpu_sanitizer.py [--backend hopper,ampere] [--tools racecheck] [--only PATTERN]
+    python tools/gpu_sanitizer.py --suite 20     # a twentieth of the GPU tests, under memcheck
 
-Each tool runs a few small cases, chosen so that every way through a kernel is taken: ragged tiles,
-causal and window masks, packed sequences, rows and keys that nobody sees, shared key heads, both
-kinds of sums of dQ. One line a tool; exit status 1 when a tool found something.
+Each tool runs small cases of every kind of kernel: the 16-bit forward, the FP8 forward and its
+quantiser, both backward schedules, with sums in any order and deterministic. Every way through a
+kernel is taken: ragged tiles, causal and window masks, packed sequences, rows and keys that nobody
+sees, shared key heads, and once more tiles than the GPU has multiprocessors, so that blocks take a
+second one. torch's caching allocator is off: inside its blocks no tool sees where a tensor ends.
+
+One line a tool; exit status 1 when a tool found something. --record adds the results to
+docs/gpu-sanitizer.json, which the page docs/gpu-verification.md shows.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-TOOLS = ("memcheck", "racecheck", "synccheck")
-CASES = {
-    # rows, keys, query heads, key heads, arguments
-    "full": (130, 150, 2, 1, {}),
-    "causal": (150, 130, 2, 2, {"causal": True}),
-    "window": (40, 200, 1, 1, {"window": (33, 12)}),
+import verification
+
+DEVICE = "cuda"
+TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
+BACKENDS = ("hopper", "ampere")
+RECORD = verification.ROOT / "docs" / verification.SANITIZER
+
+
+@dataclass(frozen=True)
+class Shape:
+    rows: int
+    keys: int
+    heads: int
+    heads_k: int
+    arguments: dict = field(default_factory=dict)
+    batch: int = 1
+    lengths: tuple = ()  # of packed sequences: pairs
+
+
+SHAPES = {
+    "full": Shape(130, 150, 2, 1),
+    "causal": Shape(150, 130, 2, 2, {"causal": True}),
+    "window": Shape(40, 200, 1, 1, {"window": (33, 12)}),
+    "no-keys": Shape(300, 40, 3, 1, {"causal": True}, 2),  # whole tiles of rows see nothing
+    "few-keys": Shape(233, 3, 6, 3, {"window": (40, 10)}, 2),
+    "packed": Shape(
+        0, 0, 2, 1, {"causal": True}, lengths=((65, 64), (0, 5), (1, 0), (130, 200), (200, 77))
+    ),
+    "many-tiles": Shape(200, 140, 8, 2, {"causal": True}, 26),  # 416 tiles of 128 rows
 }
-HEAD_DIMS = {"bfloat16": (64, 96, 128, 256), "float32": (64, 128, 256)}
+DIMS = {
+    ("hopper", "bfloat16"): (
+        *((d, d) for d in (64, 80, 96, 128, 192, 256)),
+        *((192, 128), (64, 128), (192, 256), (256, 64), (57, 40)),
+    ),
+    ("ampere", "bfloat16"): (*((d, d) for d in (32, 64, 96, 128, 192, 256)), (192, 128), (64, 256)),
+    ("ampere", "float32"): ((64, 64), (128, 128), (256, 256)),
+}
+FP8_DIMS = (64, 96, 128, 192, 256)
+
+
+def _draw(shape: Shape, head_dim: int, head_dim_v: int, dtype):
+    """(q, k, v, arguments) on the GPU, from the host: no other kernel writes them."""
+    import torch
+
+    if shape.lengths:
+        totals = [sum(pair[side] for pair in shape.lengths) for side in (0, 1)]
+        leading = [(total,) for total in totals]
+    else:
+        leading = [(shape.batch, shape.rows), (shape.batch, shape.keys)]
+    sizes = [(*leading[0], shape.heads, head_dim)]
+    sizes += [(*leading[1], shape.heads_k, d) for d in (head_dim, head_dim_v)]
+    tensors = [torch.randn(size).to(dtype).to(DEVICE) for size in sizes]
+    lengths = ()
+    for side in (0, 1) if shape.lengths else ():
+        bounds = torch.tensor([0, *(pair[side] for pair in shape.lengths)]).cumsum(0)
+        lengths += (bounds.to(torch.int32).to(DEVICE),)
+    longest = tuple(max(pair[side] for pair in shape.lengths) for side in (0, 1) if shape.lengths)
+    return tensors, (*lengths, *longest)
+
+
+def _attend(tensors, packing, shape: Shape, **more):
+    import pantile
+
+    call = pantile.varlen_attention if packing else pantile.attention
+    return call(*tensors, *packing, **shape.arguments, **more)
+
+
+def _both_passes(backend, dtype, dims, shape, precision="auto") -> Callable[[], None]:
+    def run() -> None:
+        import pantile
+        import torch
+
+        options = pantile.Options(backend=backend, float32_precision=precision)
+        tensors, packing = _draw(shape, *dims, getattr(torch, dtype))
+        _attend(tensors, packing, shape, options=options)  # without LSE
+        leaves = [x.requires_grad_() for x in tensors]
+        grad_o = torch.randn(*leaves[0].shape[:-1], dims[1]).to(leaves[0].dtype).to(DEVICE)
+        for deterministic in (False, True):
+            more = {"deterministic": deterministic, "options": options, "return_lse": True}
+            o, lse = _attend(leaves, packing, shape, **more)
+            grad_lse = torch.ones(lse.shape).to(DEVICE)
+            torch.autograd.grad((o, lse), leaves, (grad_o, grad_lse))
+
+    return run
+
+
+def _fp8(dim: int, shape: Shape, exp: str, backend: str = "hopper") -> Callable[[], None]:
+    def run() -> None:
+        import pantile
+        import torch
+
+        options = pantile.Options(backend=backend, fp8_exp=exp)
+        tensors, packing = _draw(shape, dim, dim, torch.bfloat16)
+        for smooth_k in (False, True):
+            operands = pantile.quantize(*tensors, *packing, smooth_k=smooth_k, options=options)
+            pantile.attention(operands, return_lse=True, options=options, **shape.arguments)
+
+    return run
+
+
+def cases(backend: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """(label, what to run) of every case of a backend."""
+    for (owner, dtype), all_dims in DIMS.items():
+        if owner != backend:
+            continue
+        for dims in all_dims:
+            for name, shape in SHAPES.items():
+                for precision in ("highest", "tf32") if dtype == "float32" else ("auto",):
+                    label = f"{dtype} d{dims[0]}x{dims[1]} {name} {precision}"
+                    yield label, _both_passes(backend, dtype, dims, shape, precision)
+    for dim in FP8_DIMS if backend == "hopper" else ():
+        for name, shape in SHAPES.items():
+            for exp in ("code", "mixed", "exp2") if name == "no-keys" else ("code",):
+                yield f"fp8 d{dim} {name} {exp}", _fp8(dim, shape, exp)
 
 
 def run_cases(backend: str, only: str) -> None:
-    """Forward and both backward passes of every case, on tensors that come from the host."""
-    import pantile
     import torch
 
-    for dtype, head_dims in HEAD_DIMS.items():
-        precisions = ("highest", "tf32") if dtype == "float32" else ("auto",)
-        for head_dim in head_dims:
-            for name, (rows, keys, heads, heads_k, arguments) in CASES.items():
-                for precision in precisions:
-                    label = f"{dtype} d{head_dim} {name} {precision}"
-                    if not re.search(only, label):
-                        continue
-                    options = pantile.Options(backend=backend, float32_precision=precision)
-                    shapes = [(1, rows, heads, head_dim)] + 2 * [(1, keys, heads_k, head_dim)]
-                    q, k, v = (
-                        torch.randn(s).to(getattr(torch, dtype)).cuda().requires_grad_()
-                        for s in shapes
-                    )
-                    grad_o = torch.randn(shapes[0]).to(q.dtype).cuda()
-                    for deterministic in (False, True):
-                        o = pantile.attention(
-                            q, k, v, deterministic=deterministic, options=options, **arguments
-                        )
-                        torch.autograd.grad(o, (q, k, v), grad_o)
-                    torch.cuda.synchronize()
-                    print("ran", label, flush=True)
+    torch.manual_seed(0)
+    for label, run in cases(backend):
+        if re.search(only, label):
+            run()
+            torch.cuda.synchronize()
+            print("ran", label, flush=True)
+
+
+# ---- under a tool
+
+
+def result_of(tool: str, what: str, text: str, status: int, ran: int, seconds: float) -> dict:
+    """What a tool found. No case, or no summary, is no success."""
+    summaries = re.findall(r"=+ (\w+ SUMMARY: .*)", text)
+    return {
+        "tool": tool,
+        "what": what,
+        "cases": ran,
+        "summary": summaries[-1] if summaries else "",
+        "ok": status == 0 and ran > 0 and bool(summaries),
+        "seconds": round(seconds),
+    }
+
+
+def under(tool: str, what: str, words: list[str], count: Callable[[str], int]) -> dict:
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
+    if tool == "memcheck":
+        command += ["--padding", "64"]  # bytes between allocations
+    started = time.monotonic()
+    result = subprocess.run(
+        [*command, "--target-processes", "all", sys.executable, *words],
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        cwd=verification.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    text = result.stdout + result.stderr
+    seconds = time.monotonic() - started
+    found = result_of(tool, what, text, result.returncode, count(text), seconds)
+    print(f"{tool}, {what}: {found['cases']} cases, {found['summary'] or 'no summary'}", end="")
+    print(f", {found['seconds']} s", flush=True)
+    if not found["ok"]:
+        print(text[-6000:])
+    return found
+
+
+def tests_run(text: str) -> int:
+    """Of the last line of pytest: tests that passed or failed."""
+    lines = re.findall(r"^=*\s?(\d+ \w+(?:, \d+ \w+)* in [\d.]+s)", text, re.M)
+    return sum(int(n) for n in re.findall(r"(\d+) (?:passed|failed)", lines[-1] if lines else ""))
+
+
+def record(results: list[dict]) -> None:
+    """Adds the results to those of the same build; drops those of another one."""
+    facts = verification.facts()
+    kept = []
+    if RECORD.exists():
+        earlier = json.loads(RECORD.read_text())
+        if all(earlier["facts"][name] == facts[name] for name in verification.SAME):
+            new = {(x["tool"], x["what"]) for x in results}
+            kept = [x for x in earlier["results"] if (x["tool"], x["what"]) not in new]
+    verification.write_json(RECORD, {"facts": facts, "results": [*kept, *results]})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--backend", default="ampere")
+    parser.add_argument("--backend", default="hopper", help="comma-separated: hopper, ampere")
     parser.add_argument("--only", default="", help="regular expression of case labels")
+    parser.add_argument("--suite", type=int, metavar="N", help="every N-th GPU test, by its name")
+    parser.add_argument("--record", action="store_true", help=f"add to {RECORD.name}")
     parser.add_argument("--run", action="store_true", help="the cases alone, without a tool")
+    parser.add_argument("--list", action="store_true", help="labels of the cases")
     arguments = parser.parse_args()
+    backends = arguments.backend.split(",")
+    for name, words, known in (
+        ("--backend", backends, BACKENDS),
+        ("--tools", arguments.tools.split(","), TOOLS),
+    ):
+        if unknown := [word for word in words if word not in known]:
+            parser.error(f"{name}: {unknown[0]!r} is none of {', '.join(known)}")
+    if arguments.list:
+        print("\n".join(f"{b} {label}" for b in backends for label, _ in cases(b)))
+        return 0
     if arguments.run:
-        run_cases(arguments.backend, arguments.only)
+        for backend in backends:
+            run_cases(backend, arguments.only)
         return 0
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
         return 2
-    failed = False
-    for tool in arguments.tools.split(","):
-        started = time.monotonic()
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
-        command += [sys.executable, __file__, "--run", "--backend", arguments.backend]
-        result = subprocess.run(
-            [*command, "--only", arguments.only],
-            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        text = result.stdout + result.stderr
-        summary = re.findall(r"=+ (\w+ SUMMARY: .*)", text)
-        cases = len(re.findall(r"^ran ", text, re.M))
-        print(f"{tool}: {cases} cases, {summary[-1] if summary else 'no summary'}", end="")
-        print(f", {time.monotonic() - started:.0f} s", flush=True)
-        if result.returncode != 0 or cases == 0:
-            failed = True
-            print(text[-4000:])
-    return int(failed)
+    results = []
+    if arguments.suite is not None:
+        words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not slow"]
+        words += [f"--sample={arguments.suite}"]
+        results.append(under("memcheck", f"1 / {arguments.suite} of the tests", words, tests_run))
+    else:
+        for tool in arguments.tools.split(","):
+            for backend in backends:
+                words = [str(pathlib.Path(__file__)), "--run", "--backend", backend]
+                what = f"{backend} kernels" + (f", {arguments.only}" if arguments.only else "")
+                ran = lambda text: len(re.findall(r"^ran ", text, re.M))  # noqa: E731
+                results.append(under(tool, what, [*words, "--only", arguments.only], ran))
+    if arguments.record:
+        record(results)
+    return int(not all(found["ok"] for found in results))
 
 
 if __name__ == "__main__":

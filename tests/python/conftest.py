@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import pathlib
 import time
+import zlib
 
 import pantile
 import pytest
@@ -23,6 +26,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no CUDA device")
 
 
+@functools.cache
+def _know_torch() -> None:
+    """torch.compile lists torch's functions once, which must not be while some are replaced."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._dynamo import trace_rules
+
+        trace_rules.get_torch_obj_rule_map()
+        trace_rules.get_tensor_method()
+
+
 @pytest.fixture(autouse=True)
 def dirty_memory(request: pytest.FixtureRequest):
     """Tests marked gpu: whatever memory torch hands out, to them or to the package, held NaN, 1e30
@@ -31,6 +44,7 @@ def dirty_memory(request: pytest.FixtureRequest):
     if not request.node.get_closest_marker("gpu") or not torch.cuda.is_available():
         yield
         return
+    _know_torch()
     dirt = Dirt(launches=not request.node.get_closest_marker("undisturbed"))
     dirt.soil_allocator()
     with dirt.spread():
@@ -78,6 +92,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="record the outcome of every test marked gpu as JSON; adds to a record of the same "
         "commit, library, GPU and torch that PATH holds, and refuses another one",
     )
+
+    parser.addoption(
+        "--sample",
+        type=int,
+        metavar="N",
+        help="run about every N-th test only, always the same: they are chosen by their names",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    count = config.getoption("--sample")
+    if count is None:
+        return
+    if count < 1:
+        raise pytest.UsageError(f"--sample is {count}; it must be at least 1")
+    chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == 0]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 def pytest_configure(config: pytest.Config) -> None:

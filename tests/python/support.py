@@ -56,6 +56,7 @@ class Case:
     arguments: dict = field(default_factory=dict)
     lengths: tuple = ()
     longest: tuple = ()
+    largest_share: float = 0.0  # of the bound, by the errors of the last comparison
 
     @property
     def operands(self):
@@ -173,6 +174,7 @@ def assert_within_bound(results, textbooks, exacts, case: Case, grad_o) -> None:
         grad_o,
         case.arguments.get("scale"),
     )
+    case.largest_share = 0.0
     for name, result, textbook, exact, scale in zip(
         NAMES, results, textbooks, exacts, scales, strict=False
     ):
@@ -181,6 +183,7 @@ def assert_within_bound(results, textbooks, exacts, case: Case, grad_o) -> None:
         dtype = torch.float32 if name == "lse" else case.q.dtype
         bound = reference.bound(textbook, exact, dtype, scale)
         assert error <= bound, f"{name}: error {error:.3e} above bound {bound:.3e}"
+        case.largest_share = max(case.largest_share, error / bound if bound else 0.0)
 
 
 # ---- large cases: the textbook of a few heads at a time, compared as a whole and in small blocks

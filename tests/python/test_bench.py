@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from pantile import __main__ as command_line
-from pantile.bench import cases, command, measure, peers, sweep
+from pantile.bench import cases, check, command, measure, peers, sweep
 
 SMALL = ["--device", "cpu", "--head-dims", "16", "--lengths", "32", "--heads", "2", "--rounds", "2"]
 
@@ -68,6 +68,80 @@ def test_names_a_wrong_argument(words, message, capsys):
 def test_fails_when_no_kernel_serves(capsys):
     assert bench(*SMALL, "--backend", "hopper", "--passes", "forward") == 1
     assert "absent in 2 of the rows: pantile: " in capsys.readouterr().out
+
+
+# ---- results are compared before they are timed
+
+CHECKED = {
+    "plain": cases.Case("plain", 2, 4, 4, 16, 90, False),
+    "causal, grouped": cases.Case("causal", 2, 6, 2, 16, 90, True),
+    "window": cases.Case("window", 1, 2, 1, 16, 90, True, window_left=20),
+    "packed": cases.Case("packed", 3, 4, 2, 16, 60, True, lengths=(5, 60, 31)),
+}
+CPU_SETUP = sweep.Setup("cpu", "cpu", "float32", tuple(peers.CPU_PEERS), rounds=1, round_ms=1e-3)
+
+
+@pytest.mark.parametrize("what", check.NAMES)
+@pytest.mark.parametrize("name", CHECKED)
+def test_right_contenders_are_timed(name, what):
+    row = sweep.measure_case(CHECKED[name], what, CPU_SETUP)
+    assert row["wrong"] == []
+    timed = row["results"]["back_to_back"]
+    assert sweep.OURS in timed
+    assert set(timed) | set(row["absent"]) == {sweep.OURS, *peers.CPU_PEERS}
+
+
+@pytest.mark.parametrize("chunk", [1, 700, 2**26])
+def test_the_textbook_does_not_depend_on_its_chunks(monkeypatch, chunk):
+    monkeypatch.setattr(check, "CHUNK_SCORES", chunk)
+    for case in CHECKED.values():
+        assert sweep.measure_case(case, "backward", CPU_SETUP)["wrong"] == []
+
+
+def spoiled(tensors: tuple, how: str) -> tuple:
+    """The results with an error in the last sequence and head, where they are compared."""
+    found = [x.clone() for x in tensors]
+    part = found[-1][-1] if found[-1].ndim == 4 else found[-1]
+    if how == "nan":
+        part[3, -1, 2] = float("nan")
+    elif how == "tile":
+        part[32:64, -1] = 0
+    else:
+        found[-1] = found[-1][..., :8]
+    return tuple(found)
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+@pytest.mark.parametrize("how", ["nan", "tile", "shape"])
+@pytest.mark.parametrize("name", ["plain", "causal, grouped", "packed"])
+def test_wrong_contenders_are_reported_and_not_timed(monkeypatch, name, how, what):
+    real = sweep.ours
+
+    def ours(*arguments, **keywords):
+        contender = real(*arguments, **keywords)
+        answer = contender.answer
+        contender.answer = lambda: spoiled(answer(), how)
+        return contender
+
+    if name == "packed":  # the longest sequence is compared
+        monkeypatch.setitem(CHECKED, name, cases.Case("p", 2, 4, 2, 16, 90, False, lengths=(90, 2)))
+    monkeypatch.setattr(sweep, "ours", ours)
+    row = sweep.measure_case(CHECKED[name], what, CPU_SETUP)
+    assert row["wrong"] == [sweep.OURS]
+    assert row["absent"][sweep.OURS].startswith("wrong result, not timed: ")
+    assert sweep.OURS not in row["results"]["back_to_back"]
+
+
+def test_a_wrong_result_of_ours_fails_the_command(monkeypatch, capsys):
+    monkeypatch.setitem(check.MOST_ERROR, torch.float32, 0.0)
+    assert bench(*SMALL) == 1
+    assert "pantile: wrong result, not timed: o is off by " in capsys.readouterr().out
+
+
+def test_a_contender_that_cannot_be_compared_is_not_timed():
+    problem = sweep.make_problem(CHECKED["plain"], "forward", CPU_SETUP)
+    silent = measure.on_cpu("silent", lambda: None)
+    assert "nothing can be compared" in check.Judge(problem).wrong(silent)
 
 
 # ---- timing

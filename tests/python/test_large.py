@@ -314,7 +314,7 @@ def test_every_tile_of_the_hopper_forward_is_met(dims, mask):
 
 # ---- FP8
 
-LSE_ERROR = 0.25  # nats, of rows that see few keys
+LSE_ERROR = 0.4  # nats, of rows that see one key: 3 standard deviations of 0.04 and a code
 OWN_ERROR = 0.065  # of the kernel beside exact arithmetic on its operands
 BLOCK_ERROR = 0.3  # of 64 rows of a head beside attention that quantises nothing
 

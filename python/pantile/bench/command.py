@@ -189,4 +189,5 @@ def bench(arguments: argparse.Namespace) -> int:
         sweep.write(arguments.out, lines)
         print(f"wrote {arguments.out}")
     served = any(sweep.OURS in r for line in lines for r in line.get("results", {}).values())
-    return 0 if served else 1
+    wrong = any(sweep.OURS in line.get("wrong", ()) for line in lines)
+    return 0 if served and not wrong else 1

@@ -109,9 +109,9 @@ class _Graphs:
             attn_scale=self.scale,
             use_causal_mask=self.causal,
         )
-        gradients = (self.q, self.k, self.v)
-        for tensor, like in zip(outputs[:3], gradients, strict=True):
-            self._output(tensor, torch.empty_like(like), e4m3, bound)
+        self.gradients = tuple(torch.empty_like(x) for x in (self.q, self.k, self.v))
+        for tensor, gradient in zip(outputs[:3], self.gradients, strict=True):
+            self._output(tensor, gradient, e4m3, bound)
         for tensor in outputs[3:]:
             self._output(tensor, torch.zeros_like(self.one), f32, bound)
         self._finish("backward", graph, bound)
@@ -119,6 +119,12 @@ class _Graphs:
     def run(self, which: str) -> None:
         graph, bound, workspace = self.plans[which]
         graph.execute(bound, workspace, handle=self.handle)
+
+    def answer(self, which: str) -> tuple:
+        """What `run` computes, [batch, seq, heads, dim]."""
+        self.run(which)
+        results = (self.o,) if which == "forward" else self.gradients
+        return tuple(x.transpose(1, 2) for x in results)
 
 
 def _lacks(problem: Problem) -> str | None:
@@ -155,7 +161,11 @@ def contender(name: str, problem: Problem) -> Contender | str:
         return f"nvidia-cudnn-frontend: {first_line(error)}"
     except Exception as error:  # the frontend raises types of its own
         return first_line(error)
-    return Contender(name, repeat(lambda: graphs.run(problem.what)))
+    return Contender(
+        name,
+        repeat(lambda: graphs.run(problem.what)),
+        answer=lambda: graphs.answer(problem.what),
+    )
 
 
 def forward(problem: Problem, scales: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -27,12 +27,15 @@ def drained() -> None:
 class Contender:
     """`call(n)` enqueues n calls. `wall` is for work that CUDA events of torch's current stream
     cannot see (the CPU, another library's stream): it is timed by the clock, with `wait` to drain
-    it."""
+    it. `answer()` gives what one call computes, o or (dq, dk, dv) as [batch, seq, heads, dim] or
+    packed, and `inputs()` (q, k, v, dO) where they are not those of the case (check.py)."""
 
     name: str
     call: Callable[[int], object]
     wall: bool = False
     wait: Callable[[], object] = torch.cuda.synchronize
+    answer: Callable[[], tuple] | None = None
+    inputs: Callable[[], tuple] | None = None
     milliseconds: list[float] = field(default_factory=list)  # of one call, one figure a round
 
     def median(self) -> float:
@@ -51,8 +54,10 @@ def repeat(call: Callable[[], object]) -> Callable[[int], None]:
     return loop
 
 
-def on_cpu(name: str, call: Callable[[], object]) -> Contender:
-    return Contender(name, repeat(call), wall=True, wait=drained)
+def on_cpu(
+    name: str, call: Callable[[], object], answer: Callable[[], tuple] | None = None
+) -> Contender:
+    return Contender(name, repeat(call), wall=True, wait=drained, answer=answer)
 
 
 def _back_to_back(contender: Contender, calls: int) -> float:
@@ -106,6 +111,8 @@ def interleave(
 ) -> None:
     """Fills `milliseconds` of every contender with one figure per round. A round of one contender
     lasts about `round_ms`. Results of earlier calls are dropped."""
+    if not contenders:
+        return
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if flushed else None
     calls = {}
     for contender in contenders:

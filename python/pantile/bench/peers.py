@@ -63,36 +63,50 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def contender(name: str, problem: Problem, call: Callable[[], object]) -> Contender:
+def contender(
+    name: str,
+    problem: Problem,
+    call: Callable[[], object],
+    answer: Callable[[], tuple] | None = None,
+) -> Contender:
     if problem.q.device.type == "cpu":
-        return on_cpu(name, call)
-    return Contender(name, repeat(call))
+        return on_cpu(name, call, answer)
+    return Contender(name, repeat(call), answer=answer)
 
 
-def differentiable(name: str, problem: Problem, forward, leaves, grad_o) -> Contender:
-    """Times `forward()` without a graph, its backward with one that is kept, or both together."""
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def heads_second(x: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, seq, dim], torch's own layout, as [batch, seq, heads, dim]."""
+    return x.transpose(1, 2)
+
+
+def differentiable(
+    name: str, problem: Problem, forward, leaves, grad_o, layout=_as_it_is
+) -> Contender:
+    """Times `forward()` without a graph, its backward with one that is kept, or both together.
+    ``layout`` brings its results into the layout of the problem."""
     if problem.what == "forward":
 
-        def inference():
+        def call():
             with torch.no_grad():
-                forward()
+                return (forward(),)
 
-        inference()
-        return contender(name, problem, inference)
-    if problem.what == "forward+backward":
+    elif problem.what == "forward+backward":
 
-        def both():
-            torch.autograd.grad(forward(), leaves, grad_o)
+        def call():
+            return torch.autograd.grad(forward(), leaves, grad_o)
 
-        both()
-        return contender(name, problem, both)
-    o = forward()
+    else:
+        o = forward()
 
-    def backward():
-        torch.autograd.grad(o, leaves, grad_o, retain_graph=True)
+        def call():
+            return torch.autograd.grad(o, leaves, grad_o, retain_graph=True)
 
-    backward()
-    return contender(name, problem, backward)
+    call()
+    return contender(name, problem, call, lambda: tuple(layout(x) for x in call()))
 
 
 # ---- torch
@@ -133,7 +147,8 @@ def torch_sdpa(name: str, backend: SDPBackend | None, problem: Problem) -> Conte
             return F.scaled_dot_product_attention(*leaves, **options)
 
     try:
-        return differentiable(name, problem, forward, leaves, problem.grad_o.transpose(1, 2))
+        grad_o = problem.grad_o.transpose(1, 2)
+        return differentiable(name, problem, forward, leaves, grad_o, heads_second)
     except RuntimeError as error:
         return first_line(error)
 
@@ -173,7 +188,8 @@ def flex(name: str, problem: Problem) -> Contender | str:
         def forward():
             return attend(*leaves, block_mask=mask, enable_gqa=grouped)
 
-        return differentiable(name, problem, forward, leaves, problem.grad_o.transpose(1, 2))
+        grad_o = problem.grad_o.transpose(1, 2)
+        return differentiable(name, problem, forward, leaves, grad_o, heads_second)
     except Exception as error:  # the compiler raises types of its own
         return first_line(error)
 
@@ -219,7 +235,12 @@ def fa3_forward(name: str, problem: Problem) -> Contender | str:
         forward(q, k, v, **keywords)
     except (RuntimeError, OSError) as error:
         return first_line(error)
-    return Contender(name, repeat(lambda: forward(q, k, v, **keywords)))
+
+    def answer() -> tuple:
+        found = forward(q, k, v, **keywords)
+        return (found if isinstance(found, torch.Tensor) else found[0],)
+
+    return Contender(name, repeat(lambda: forward(q, k, v, **keywords)), answer=answer)
 
 
 @functools.cache
@@ -306,7 +327,18 @@ def fa3_backward(name: str, problem: Problem) -> Contender | str:
         for _ in range(n):
             last[:] = backward(g, q, k, v, o, lse)
 
-    return Contender(name, loop, wall=True, wait=lambda: jax.block_until_ready(last))
+    def in_torch(arrays) -> tuple:
+        jax.block_until_ready(arrays)
+        return tuple(torch.utils.dlpack.from_dlpack(x) for x in arrays)
+
+    return Contender(
+        name,
+        loop,
+        wall=True,
+        wait=lambda: jax.block_until_ready(last),
+        answer=lambda: in_torch(backward(g, q, k, v, o, lse)),
+        inputs=lambda: in_torch((q, k, v, g)),
+    )
 
 
 def fa3(name: str, problem: Problem) -> Contender | str:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 import pantile
-from pantile.bench import cases, measure, peers
+from pantile.bench import cases, check, measure, peers
 from pantile.bench.cases import Case
 from pantile.bench.measure import Contender
 from pantile.bench.peers import FP8, Problem
@@ -96,7 +96,7 @@ def ours_fp8(name: str, problem: Problem, backend: str) -> Contender | str:
         "quantising": lambda: pantile.attention(pantile.quantize(*source), **keywords),
     }.get(variant, lambda: pantile.attention(quantized, **keywords))
     call()
-    return peers.contender(name, problem, call)
+    return peers.contender(name, problem, call, lambda: (call(),))
 
 
 def ours(problem: Problem, backend: str, deterministic: bool = False) -> Contender | str:
@@ -147,6 +147,11 @@ def measure_case(case: Case, what: str, setup: Setup) -> dict:
                 candidates[name] = peers.first_line(error)
     for name in setup.peers:
         candidates[name] = known[name](name, problem)
+    judge = check.Judge(problem)
+    wrong = {}
+    for name, candidate in candidates.items():
+        if isinstance(candidate, Contender) and (reason := judge.wrong(candidate)):
+            wrong[name] = candidates[name] = reason
     running = [c for c in candidates.values() if isinstance(c, Contender)]
     row = {
         "kind": "timing",
@@ -156,6 +161,7 @@ def measure_case(case: Case, what: str, setup: Setup) -> dict:
         "float32_precision": torch.get_float32_matmul_precision(),
         **{k: v for k, v in asdict(case).items() if k not in ("name", "lengths")},
         "absent": {n: c for n, c in candidates.items() if isinstance(c, str)},
+        "wrong": list(wrong),
         "results": {},
     }
     for flushed in (False, True) if setup.flushed else (False,):

@@ -1,0 +1,77 @@
+"""tools/gpu_sanitizer.py: which kernels its cases reach, and what it makes of a tool's output."""
+
+from __future__ import annotations
+
+import json
+
+import gpu_sanitizer
+import pantile
+import pytest
+
+
+def labels(backend: str) -> list[str]:
+    return [label for label, _ in gpu_sanitizer.cases(backend)]
+
+
+@pytest.mark.parametrize("backend", gpu_sanitizer.BACKENDS)
+def test_every_head_dim_of_the_kernel_table_is_met(backend):
+    found = labels(backend)
+    assert len(set(found)) == len(found)
+    for row in pantile.kernels():
+        if row["backend"] != backend or row["pass"] == "quantize" or row["dtype"] == "f16":
+            continue
+        dtype = {"bf16": "bfloat16", "f32": "float32", "e4m3": "fp8"}[row["dtype"]]
+        dims = f"d{row['head_dim']}" + ("" if dtype == "fp8" else f"x{row['head_dim_v']}")
+        for name in gpu_sanitizer.SHAPES:
+            assert any(x.startswith(f"{dtype} {dims} {name} ") for x in found), row["name"]
+
+
+@pytest.mark.parametrize("name", gpu_sanitizer.SHAPES)
+def test_the_cases_run(name, monkeypatch):
+    """On the CPU: what a case calls, and with what."""
+    monkeypatch.setattr(gpu_sanitizer, "DEVICE", "cpu")
+    shape = gpu_sanitizer.SHAPES[name]
+    shape = gpu_sanitizer.Shape(**vars(shape) | {"batch": min(shape.batch, 2)})
+    gpu_sanitizer._both_passes("cpu", "bfloat16", (24, 40), shape)()
+    gpu_sanitizer._fp8(32, shape, "code", "cpu")()
+
+
+CLEAN = "ran a\nran b\n========= ERROR SUMMARY: 0 errors\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "ran", "ok"),
+    [(CLEAN, 0, 2, True), (CLEAN, 99, 2, False), (CLEAN, 0, 0, False), ("ran a\n", 0, 1, False)],
+    ids=["clean", "errors", "no case", "no summary"],
+)
+def test_only_a_clean_run_of_something_is_a_success(text, status, ran, ok):
+    found = gpu_sanitizer.result_of("memcheck", "hopper kernels", text, status, ran, 1.5)
+    assert found["ok"] is ok
+
+
+def test_tests_are_counted_by_the_last_line_of_pytest():
+    text = "....s\nSKIPPED [3] x: 9 passed\n12 passed, 3 skipped, 2 failed in 8.51s\n" + CLEAN
+    assert gpu_sanitizer.tests_run(text) == 14
+    bar = "===== 7 passed, 1 warning in 61.20s (0:01:01) =====\n========= ERROR SUMMARY: 0 errors"
+    assert gpu_sanitizer.tests_run(bar) == 7
+    assert gpu_sanitizer.tests_run("3 skipped in 1.00s") == 0
+    assert gpu_sanitizer.tests_run("") == 0
+
+
+def test_results_of_one_build_add_up(tmp_path, monkeypatch):
+    path = tmp_path / "sanitizer.json"
+    monkeypatch.setattr(gpu_sanitizer, "RECORD", path)
+    facts = dict.fromkeys(gpu_sanitizer.verification.SAME, "x")
+    monkeypatch.setattr(gpu_sanitizer.verification, "facts", lambda: dict(facts))
+
+    def tools() -> list:
+        return [(x["tool"], x["ok"]) for x in json.loads(path.read_text())["results"]]
+
+    gpu_sanitizer.record([{"tool": "memcheck", "what": "a", "ok": False}])
+    gpu_sanitizer.record([{"tool": "racecheck", "what": "a", "ok": True}])
+    assert tools() == [("memcheck", False), ("racecheck", True)]
+    gpu_sanitizer.record([{"tool": "memcheck", "what": "a", "ok": True}])
+    assert tools() == [("racecheck", True), ("memcheck", True)]
+    facts["library"] = "y"
+    gpu_sanitizer.record([{"tool": "synccheck", "what": "a", "ok": True}])
+    assert tools() == [("synccheck", True)]
