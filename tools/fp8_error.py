@@ -173,7 +173,7 @@ def gradient_rows() -> Iterator[dict]:
         exact_lse = lse.detach().float()
         for name, used in (("FP8's LSE and O", lse_fp8), ("FP8's O alone", exact_lse)):
             grads = torch.ops.pantile.backward(
-                grad_o, None, *tensors, o_fp8, used, *settings, False
+                grad_o, None, *tensors, o_fp8, None, used, *settings, False
             )
             yield {
                 "kind": "fp8_gradient",

@@ -10,6 +10,11 @@ from pantile._options import log
 
 Tensor = torch.Tensor
 
+# Of the low bits of a 16-bit o (cpp/core/low_bits.h): last bits of a float32 to a step, as a power
+# of two, and the alignment that the bindings ask for, in bytes.
+_LOW_SHIFT = {torch.bfloat16: 8, torch.float16: 5}
+_LOW_ALIGN = 16
+
 # Of the settings that the operators take (_ops._SETTINGS). The first ones are tensors; the backend
 # is "name" or "name:..." (Options.backend_settings).
 LENGTHS_COUNT = 4
@@ -75,8 +80,42 @@ def final_settings(q: Tensor, settings: tuple) -> tuple:
     return settings
 
 
-def run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None):
-    """(o, lse, max_logit), the last two None when not wanted; ``extras``: (max_logit, f32)."""
+def split_output(o: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(o, o_low) as the forward would have written them, of an o in float32.
+
+    o_low counts the steps from the rounded o to the exact one, to the nearest, halves up.
+    """
+    shift = _LOW_SHIFT[dtype]
+    rounded = o.to(dtype)
+    exact = rounded.float()
+    distance = o.contiguous().view(torch.int32) - exact.contiguous().view(torch.int32)
+    low = ((distance + (1 << (shift - 1))) >> shift).clamp_(-128, 127)
+    nothing = (exact == 0.0) | ~exact.isfinite()
+    return rounded, low.masked_fill_(nothing, 0).to(torch.int8)
+
+
+def keeps_low(q: Tensor, wanted: bool) -> bool:
+    return wanted and q.dtype in _LOW_SHIFT
+
+
+def no_low(q: Tensor, v: Tensor) -> Tensor:
+    """o_low of a call that keeps none."""
+    return q.new_empty((0, *o_shape(q, v)[1:]), dtype=torch.int8)
+
+
+def _readable_low(o_low: Tensor | None) -> Tensor | None:
+    """o_low as the bindings take it: they ask for no copy of it."""
+    if o_low is None or (o_low.is_contiguous() and o_low.data_ptr() % _LOW_ALIGN == 0):
+        return o_low
+    log.debug("copies o_low, strides %s", tuple(o_low.stride()))
+    return o_low.clone(memory_format=torch.contiguous_format)
+
+
+def run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None, keep_low=False):
+    """(o, lse, o_low, max_logit), the last three None when not wanted.
+
+    ``extras``: (max_logit, f32). ``keep_low``: with 8 more bits of a 16-bit o, for the backward.
+    """
     if q.dtype is torch.float32:
         settings = final_settings(q, settings)
     if not THREADS_FOLLOW:
@@ -87,7 +126,8 @@ def run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None):
         _reject(q, k, v, settings)
     if checked and packed:
         _check_lengths(q, k, settings)
-    max_logit = None
+    max_logit = o_low = None
+    keep_low = keeps_low(q, keep_low)
     if extras is None:
         o, lse = _new_outputs(q, v, wants_lse, False)
     else:
@@ -95,15 +135,20 @@ def run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None):
         if extras[0]:  # kernels raise it
             shape = (batch_of(q, settings), q.shape[-2])
             max_logit = q.new_full(shape, -torch.inf, dtype=torch.float32)
-    copies = _C.forward(q, k, v, o, lse, None, max_logit, *settings)
+    split_low = keep_low and o.dtype is torch.float32
+    if keep_low and not split_low:
+        o_low = torch.empty_like(o, dtype=torch.int8)
+    copies = _C.forward(q, k, v, o, lse, o_low, max_logit, *settings)
     if copies:
         operands = [q, k, v]
         while copies:
             if copies >= PAD_HEAD_DIMS:
-                return _run_changed_forward(copies, operands, settings, wants_lse, extras)
+                return _run_changed_forward(copies, operands, settings, wants_lse, extras, keep_low)
             copy_operands(copies, operands, ("q", "k", "v"))
-            copies = _C.forward(*operands, o, lse, None, max_logit, *settings)
-    return o, lse, max_logit
+            copies = _C.forward(*operands, o, lse, o_low, max_logit, *settings)
+    if split_low:
+        o_low = split_output(o, q.dtype)[1]
+    return o, lse, o_low, max_logit
 
 
 # ---- inputs that no kernel takes as they are: copies padded with zeros, a scale made positive
@@ -128,22 +173,25 @@ def _changed_scale(changes: int, q: Tensor, settings) -> tuple[float | None, tup
     return factor, (*settings[:SCALE_SETTING], scale, *settings[SCALE_SETTING + 1 :])
 
 
-def _run_changed_forward(changes, operands, settings, wants_lse: bool, extras):
+def _run_changed_forward(changes, operands, settings, wants_lse: bool, extras, keep_low: bool):
     q, k, v = operands
     factor, settings = _changed_scale(changes, q, settings)
     if factor is not None:
         q = q * factor
     padded = (_padded(q), _padded(k), _padded(v))
-    o, lse, max_logit = run_forward(*padded, settings, False, wants_lse, extras)
-    return _unpadded(o, v.shape[-1]), lse, max_logit
+    o, lse, o_low, max_logit = run_forward(*padded, settings, False, wants_lse, extras, keep_low)
+    if o_low is not None:
+        o_low = _unpadded(o_low, v.shape[-1])
+    return _unpadded(o, v.shape[-1]), lse, o_low, max_logit
 
 
-def _run_changed_backward(changes, operands, settings, deterministic: bool):
+def _run_changed_backward(changes, operands, o_low, settings, deterministic: bool):
     q, k, v, grad_o, o, lse, grad_lse = operands
     factor, settings = _changed_scale(changes, q, settings)
     changed_q = q if factor is None else q * factor
     padded = (_padded(changed_q), _padded(k), _padded(v), _padded(o))
-    grads = run_backward(_padded(grad_o), grad_lse, *padded, lse, settings, deterministic)
+    low = None if o_low is None else _padded(o_low)
+    grads = run_backward(_padded(grad_o), grad_lse, *padded, low, lse, settings, deterministic)
     grad_q, grad_k, grad_v = (
         _unpadded(x, like.shape[-1]) for x, like in zip(grads, (q, k, v), strict=True)
     )
@@ -156,22 +204,23 @@ def _new_gradient(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic: bool):
+def run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, settings, deterministic: bool):
+    o_low = _readable_low(o_low)
     settings = final_settings(q, settings)
     if not THREADS_FOLLOW:
         _C.set_cpu_threads(torch.get_num_threads())
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     grads = (_new_gradient(q), _new_gradient(k), _new_gradient(v))
-    copies = _C.backward(grad_o, grad_lse, q, k, v, o, None, lse, *grads, *settings, deterministic)
+    copies = _C.backward(grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, *settings, deterministic)
     if copies:
         names = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
         operands = [q, k, v, grad_o, o, lse, grad_lse]
         while copies:
             if copies >= PAD_HEAD_DIMS:
-                return _run_changed_backward(copies, operands, settings, deterministic)
+                return _run_changed_backward(copies, operands, o_low, settings, deterministic)
             copy_operands(copies, operands, names)
             q, k, v, grad_o, o, lse, grad_lse = operands
             copies = _C.backward(
-                grad_o, grad_lse, q, k, v, o, None, lse, *grads, *settings, deterministic
+                grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, *settings, deterministic
             )
     return grads

@@ -14,7 +14,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 from pantile import _C
-from pantile._direct import LENGTHS_COUNT, SCALE_SETTING
+from pantile._direct import LENGTHS_COUNT, SCALE_SETTING, keeps_low
 
 Tensor = torch.Tensor
 
@@ -30,6 +30,7 @@ _ROWS = {  # of tensors by name; dense ones have a batch axis before these
     "seqused_q": ("sequences",),
     "seqused_k": ("sequences",),
     "o": ("rows", "heads", "head_dim_v"),
+    "o_low": ("rows", "heads", "head_dim_v"),
     "grad_o": ("rows", "heads", "head_dim_v"),
     "lse": ("heads", "rows"),
     "grad_lse": ("heads", "rows"),
@@ -45,6 +46,10 @@ def _check_operand(name: str, x: object, q: Tensor) -> None:
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout)
         raise ValueError(f"{name} has layout {kind}; it must be torch.strided")
+    if x.is_quantized:  # no kernel of any dispatch key takes it
+        raise TypeError(
+            f"{name} has dtype {_text(x.dtype)}; it must not be a quantized tensor of torch"
+        )
     if x.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name} is on {x.device}; it must be on the CPU or a CUDA device")
     if x.device != q.device:
@@ -194,21 +199,29 @@ def require_shape(name: str, found: tuple, shape: tuple) -> None:
         raise ValueError(f"{name} has shape {list(found)}; it must be {list(shape)}")
 
 
-def check_backward(grad_o, grad_lse, q, k, v, o, lse, settings) -> None:
-    outputs = {"o": o, "grad_o": grad_o, "lse": lse, "grad_lse": grad_lse}
+def check_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, settings) -> None:
+    outputs = {"o": o, "grad_o": grad_o, "lse": lse, "o_low": o_low, "grad_lse": grad_lse}
 
     def check(*arguments):
         _C.explain(*arguments, False, False, False)
 
     sizes = checked_call(check, q, k, v, settings, outputs)
     *leading, rows, heads, _ = sizes.of("q", q.shape)
-    shapes = {
-        "o": (*leading, rows, heads, sizes.of("v", v.shape)[-1]),
-        "lse": (*leading, heads, rows),
-    }
-    for name, x in outputs.items():
+    like_o = (*leading, rows, heads, sizes.of("v", v.shape)[-1])
+    like_lse = (*leading, heads, rows)
+    for name, dtype, shape in (
+        ("o", None, like_o),
+        ("grad_o", None, like_o),
+        ("lse", torch.float32, like_lse),
+        ("o_low", torch.int8, like_o),
+        ("grad_lse", torch.float32, like_lse),
+    ):
+        x = outputs[name]
         if x is not None:
-            like_o = name.endswith("_o") or name == "o"
-            require_dtype(name, x, *((q.dtype, q) if like_o else (torch.float32,)))
+            require_dtype(name, x, *((q.dtype, q) if dtype is None else (dtype,)))
             _check_operand(name, x, q)
-            require_shape(name, sizes.of(name, x.shape), shapes["o" if like_o else "lse"])
+            require_shape(name, sizes.of(name, x.shape), shape)
+    if o_low is not None and not keeps_low(q, True):
+        raise ValueError(
+            "has_o_low is true; it must be false unless dtype is f16 or bf16, it is f32"
+        )

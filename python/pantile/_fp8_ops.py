@@ -75,8 +75,8 @@ def _operand_forms(shape_q, shape_k, head_dim_v, cu_seqlens_q, cu_seqlens_k, for
         ((heads_q, _ROWS * blocks_q, width), _CODES),
         ((heads_k, _ROWS * blocks_k, width), _CODES),
         ((heads_k, blocks_k, head_dim_v, _ROWS), _CODES),
-        ((heads_q, _ROWS // block_q * blocks_q), f32),
-        ((heads_k, _ROWS // block_k * blocks_k, 2), f32),
+        ((heads_q, _ROWS // max(block_q, 1) * blocks_q), f32),
+        ((heads_k, _ROWS // max(block_k, 1) * blocks_k, 2), f32),
         ((heads_k, blocks_k, head_dim_v, _ROWS // 32), torch.int32),
         ((heads_q, _ROWS * blocks_q) if smooth_k else (0,), f32),
         ((batch, heads_k, head_dim) if smooth_k else (0,), f32),
@@ -170,31 +170,37 @@ def _run_fp8_forward(operands, settings, own, checked: bool):
     return o, lse
 
 
-def _check_operands(operands, settings, own) -> None:
-    """The rules of fp8_forward's arguments for tensors without memory."""
-    batch, rows, keys, head_dim, dtype, block_q, block_k, smooth_k, exp = own
+def _check_forms(operands, settings, own) -> None:
+    """Shapes and dtypes of fp8_forward's operands, against each other and against its sizes."""
+    batch, rows, keys, head_dim, _, *format_, _ = own
     codes_q, codes_k, codes_v, *_ = operands
     for name, x, rank in zip(_OPERAND_NAMES, operands, (3, 3, 4), strict=False):
         if x.ndim != rank:
             raise ValueError(f"{name} has {x.ndim} dimensions; it must have {rank}")
+    dense = (batch,) if settings[0] is None else ()
+    shape_q = (*dense, rows, codes_q.shape[0], head_dim)
+    shape_k = (*dense, keys, codes_k.shape[0], head_dim)
+    forms = _operand_forms(shape_q, shape_k, codes_v.shape[2], *settings[:2], format_)
+    for name, x, (shape, expected) in zip(_OPERAND_NAMES, operands, forms, strict=True):
+        _fake.require_dtype(name, x, expected)
+        _fake.require_shape(name, *_fake.known_shapes(x.shape, shape))
+
+
+def _check_without_memory(operands, settings, own) -> None:
+    """The rules of fp8_forward's other arguments, for tensors without memory."""
+    batch, rows, keys, head_dim, dtype, block_q, block_k, smooth_k, exp = own
+    codes_q, codes_k, codes_v, *_ = operands
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype is {dtype}; it must be torch.bfloat16 or torch.float16")
-    leading_q, leading_k = (
-        ((batch, rows), (batch, keys)) if settings[0] is None else ((rows,), (keys,))
-    )
-    q = codes_q.new_empty((*leading_q, codes_q.shape[0], head_dim), dtype=dtype)
-    k = codes_k.new_empty((*leading_k, codes_k.shape[0], head_dim), dtype=dtype)
-    v = codes_v.new_empty((*leading_k, codes_v.shape[0], codes_v.shape[2]), dtype=dtype)
+    dense = (batch,) if settings[0] is None else ()
+    q = codes_q.new_empty((*dense, rows, codes_q.shape[0], head_dim), dtype=dtype)
+    k = codes_k.new_empty((*dense, keys, codes_k.shape[0], head_dim), dtype=dtype)
+    v = codes_v.new_empty((*dense, keys, codes_k.shape[0], codes_v.shape[2]), dtype=dtype)
 
     def check(*arguments):
         _C.explain_fp8(*arguments, block_q, block_k, False, smooth_k, exp)
 
     _fake.checked_call(check, q, k, v, settings)
-    format_ = (block_q, block_k, smooth_k)
-    forms = _operand_forms(q.shape, k.shape, v.shape[-1], *settings[:2], format_)
-    for name, x, (shape, expected) in zip(_OPERAND_NAMES, operands, forms, strict=True):
-        _fake.require_dtype(name, x, expected)
-        _fake.require_shape(name, *_fake.known_shapes(x.shape, shape))
 
 
 def _split(args):
@@ -207,13 +213,15 @@ def _split(args):
 
 def _fp8_forward_kernel(*args):
     _, operands, settings, own, _, checked = _split(args)
+    _check_forms(operands, settings, own)
     return _run_fp8_forward(operands, settings, own, checked)
 
 
 @torch.library.register_fake("pantile::fp8_forward", lib=_library)
 def _fake_fp8_forward(*args):
     _, operands, settings, own, *_ = _split(args)
-    _check_operands(operands, settings, own)
+    _check_forms(operands, settings, own)
+    _check_without_memory(operands, settings, own)
     batch, rows, _, _, dtype, *_ = own
     return _new_outputs(operands, settings, batch, rows, dtype)
 
@@ -244,7 +252,9 @@ class _Fp8Attention(torch.autograd.Function):
         q, k, v, *lengths = ctx.saved_tensors
         rounded = tuple(x.to(dtype) for x in (q, k, v))
         with torch.no_grad():
-            o, lse = _ops.forward_op(*rounded, *lengths, *settings, deterministic, False)
+            o, lse, o_low = _ops.forward_op(
+                *rounded, *lengths, *settings, deterministic, False, True
+            )
         # By the operator's Autograd kernel: with create_graph=True it records that the gradient has
         # no derivative, and one that is asked for is refused by name.
         grads = _ops.backward_op(
@@ -252,6 +262,7 @@ class _Fp8Attention(torch.autograd.Function):
             grad_lse,
             *rounded,
             o,
+            o_low,
             lse,
             *lengths,
             *settings,
@@ -420,7 +431,7 @@ def quantize(q, k, v, settings, descales, block_q, block_k, hadamard, smooth_k) 
     batch = q.shape[0] if lengths[0] is None else lengths[0].shape[0] - 1
     format_ = (block_q, block_k, hadamard, smooth_k)
     tensors = (*(x.detach() for x in (q, k, v)), *_descales(q, k, descales, batch), *lengths)
-    run = _quantize_kernel if _ops.takes_short_cut(tensors) else quantize_op
+    run = _quantize_kernel if _ops.takes_short_cut(_ops.present(tensors)) else quantize_op
     operands = run(*tensors, *longest, *format_, backend)
     recorded = _may_be_differentiated((q, k, v))
     return Quantized(
@@ -454,7 +465,7 @@ def attention(operands: Quantized, settings, exp: str, deterministic, checked, r
         exp,
     )
     recorded = operands.source[0] is not None and torch.is_grad_enabled()
-    if not recorded and _ops.takes_short_cut((*operands.operands, *operands.lengths)):
+    if not recorded and _ops.takes_short_cut((*operands.operands, *_ops.present(operands.lengths))):
         o, lse = _run_fp8_forward(operands.operands, settings, own, checked)
     else:
         source = _source_of(operands) if recorded else operands.source

@@ -22,10 +22,13 @@ from pantile._direct import (
     LENGTHS_COUNT,
     THREADS_FOLLOW,
     batch_of,
+    keeps_low,
     lse_shape,
+    no_low,
     o_shape,
     run_backward,
     run_forward,
+    split_output,
 )
 from pantile._direct import final_settings as final_settings  # for explain
 from pantile._fake import prepare as prepare  # for explain
@@ -44,20 +47,25 @@ _NO_LENGTHS = (None,) * LENGTHS_COUNT
 
 _library = torch.library.Library("pantile", "DEF")
 _library.define(
-    f"forward(Tensor q, Tensor k, Tensor v, {_SETTINGS}, bool deterministic, bool checked)"
-    " -> (Tensor o, Tensor lse)",
+    f"forward(Tensor q, Tensor k, Tensor v, {_SETTINGS}, bool deterministic, bool checked,"
+    " bool keep_low) -> (Tensor o, Tensor lse, Tensor o_low)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     f"forward_extra(Tensor q, Tensor k, Tensor v, {_SETTINGS}, bool deterministic, bool checked,"
-    " bool max_logit, bool output_f32) -> (Tensor o, Tensor lse, Tensor max_logit)",
+    " bool keep_low, bool max_logit, bool output_f32)"
+    " -> (Tensor o, Tensor lse, Tensor o_low, Tensor max_logit)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    f"backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
-    f" {_SETTINGS}, bool deterministic) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+    f"backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o,"
+    f" Tensor? o_low, Tensor lse, {_SETTINGS}, bool deterministic)"
+    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# keep_low: o_low, int8 of the shape of o, holds 8 more bits of a 16-bit o, from which the backward
+# takes rowsum(dO * O). Their Autograd kernels ask for it where they record. It is [0, ..] when it
+# is not asked for and for float32.
 forward_op = torch.ops.pantile.forward.default
 # With what few calls want; max_logit is [0, heads] when it is not wanted.
 extra_op = torch.ops.pantile.forward_extra.default
@@ -68,21 +76,26 @@ backward_op = torch.ops.pantile.backward.default
 
 
 def _forward_kernel(q, k, v, *rest):
-    settings, (_, checked) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-    return run_forward(q, k, v, settings, checked, True)[:2]
+    settings, (_, checked, keep_low) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
+    o, lse, o_low, _ = run_forward(q, k, v, settings, checked, True, None, keep_low)
+    return o, lse, no_low(q, v) if o_low is None else o_low
 
 
 def _extra_kernel(q, k, v, *rest):
-    settings, (_, checked, *extras) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-    o, lse, max_logit = run_forward(q, k, v, settings, checked, True, extras)
+    settings, (_, checked, keep_low, *extras) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
+    o, lse, o_low, max_logit = run_forward(q, k, v, settings, checked, True, extras, keep_low)
+    return o, lse, no_low(q, v) if o_low is None else o_low, _or_empty(max_logit, q)
+
+
+def _or_empty(max_logit: Tensor | None, q: Tensor) -> Tensor:
     if max_logit is None:
-        max_logit = q.new_empty((0, q.shape[-2]), dtype=torch.float32)
-    return o, lse, max_logit
+        return q.new_empty((0, q.shape[-2]), dtype=torch.float32)
+    return max_logit
 
 
-def _backward_kernel(grad_o, grad_lse, q, k, v, o, lse, *rest):
+def _backward_kernel(grad_o, grad_lse, q, k, v, o, o_low, lse, *rest):
     settings, (deterministic,) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-    return run_backward(grad_o, grad_lse, q, k, v, o, lse, settings, deterministic)
+    return run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, settings, deterministic)
 
 
 for _key in ("CPU", "CUDA"):
@@ -94,29 +107,30 @@ for _key in ("CPU", "CUDA"):
 # ---- fake kernels: shapes for tracing and for the meta device
 
 
-def _new_fake(q, v, dtype):
+def _new_fake(q, v, keep_low, dtype):
     o = q.new_empty(o_shape(q, v), dtype=dtype)
-    return o, q.new_empty(lse_shape(q.shape), dtype=torch.float32)
+    o_low = torch.empty_like(o, dtype=torch.int8) if keeps_low(q, keep_low) else no_low(q, v)
+    return o, q.new_empty(lse_shape(q.shape), dtype=torch.float32), o_low
 
 
 @torch.library.register_fake("pantile::forward", lib=_library)
 def _fake_forward(q, k, v, *rest):
     _fake.check_forward(q, k, v, rest[:_SETTINGS_COUNT])
-    return _new_fake(q, v, q.dtype)
+    return _new_fake(q, v, rest[-1], q.dtype)
 
 
 @torch.library.register_fake("pantile::forward_extra", lib=_library)
 def _fake_extra(q, k, v, *rest):
-    wants_max_logit, output_f32 = rest[-2:]
+    keep_low, wants_max_logit, output_f32 = rest[-3:]
     _fake.check_forward(q, k, v, rest[:_SETTINGS_COUNT], wants_max_logit, output_f32)
     rows = batch_of(q, rest) if wants_max_logit else 0
     max_logit = q.new_empty((rows, q.shape[-2]), dtype=torch.float32)
-    return *_new_fake(q, v, torch.float32 if output_f32 else q.dtype), max_logit
+    return *_new_fake(q, v, keep_low, torch.float32 if output_f32 else q.dtype), max_logit
 
 
 @torch.library.register_fake("pantile::backward", lib=_library)
-def _fake_backward(grad_o, grad_lse, q, k, v, o, lse, *rest):
-    _fake.check_backward(grad_o, grad_lse, q, k, v, o, lse, rest[:_SETTINGS_COUNT])
+def _fake_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, *rest):
+    _fake.check_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, rest[:_SETTINGS_COUNT])
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
@@ -170,63 +184,72 @@ def lower(grad_mode: bool):
 class _Attention(torch.autograd.Function):
     """First derivatives, in eager mode and in traced graphs.
 
-    ``call`` is (settings, deterministic, checked, direct, wants_lse, extras); ``direct`` calls the
-    kernels without the dispatcher, for the short cut below. One tuple, and lse and max_logit as
-    outputs only when they are wanted, because every argument and output costs time.
+    ``call`` is (settings, deterministic, checked, direct, wants, extras); ``direct`` calls the
+    kernels without the dispatcher, for the short cut below; ``wants`` is (lse, o_low). One tuple,
+    and lse, o_low and max_logit as outputs only when they are wanted, because every argument and
+    output costs time.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, call, grad_mode):
-        settings, deterministic, checked, direct, wants_lse, extras = call
+        settings, deterministic, checked, direct, (wants_lse, wants_low), extras = call
+        # An o in float32 is saved as it is: the backward takes its low bits from it.
+        keep_low = wants_low or extras is None or not extras[1]
         if direct:
-            o, lse, max_logit = run_forward(q, k, v, settings, checked, True, extras)
+            o, lse, o_low, max_logit = run_forward(
+                q, k, v, settings, checked, True, extras, keep_low
+            )
         else:
             with lower(grad_mode):
-                o, lse, max_logit = _dispatch(q, k, v, settings, deterministic, checked, extras)
+                o, lse, o_low, max_logit = _dispatch(
+                    q, k, v, settings, deterministic, checked, keep_low, extras
+                )
+        saved_low = o_low if keeps_low(q, o.dtype is q.dtype) else None
         if settings[0] is None:
-            ctx.save_for_backward(q, k, v, o, lse)
+            ctx.save_for_backward(q, k, v, o, saved_low, lse)
         else:
-            ctx.save_for_backward(q, k, v, o, lse, *settings[:LENGTHS_COUNT])
-        ctx.call = (settings[LENGTHS_COUNT:], deterministic, direct)
+            ctx.save_for_backward(q, k, v, o, saved_low, lse, *settings[:LENGTHS_COUNT])
+        ctx.call = (settings[LENGTHS_COUNT:], deterministic, direct, wants_lse)
         ctx.set_materialize_grads(False)
-        if max_logit is not None:
-            ctx.mark_non_differentiable(max_logit)
-            return (o, lse, max_logit) if wants_lse else (o, max_logit)
-        return (o, lse) if wants_lse else o
+        if not wants_low and max_logit is None:
+            return (o, lse) if wants_lse else o
+        whole = [
+            x for x, wanted in ((o_low, wants_low), (max_logit, max_logit is not None)) if wanted
+        ]
+        ctx.mark_non_differentiable(*whole)
+        return (o, lse, *whole) if wants_lse else (o, *whole)
 
     @staticmethod
-    def backward(ctx, grad_o, grad_lse=None, _=None):
+    def backward(ctx, grad_o, *grads):
+        settings, deterministic, direct, wants_lse = ctx.call
+        grad_lse = grads[0] if wants_lse else None
         if grad_o is None and grad_lse is None:
             return None, None, None, None, None
-        settings, deterministic, direct = ctx.call
-        q, k, v, o, lse, *lengths = ctx.saved_tensors
+        q, k, v, o, o_low, lse, *lengths = ctx.saved_tensors
         settings = (*(lengths or _NO_LENGTHS), *settings)
         if grad_o is None:
             grad_o = torch.zeros_like(o)
-        o, grad_o = _like_query(q, o), _like_query(q, grad_o)
+        if o.dtype is not q.dtype:  # as the backward takes it, of a forward that gave it in float32
+            o, o_low = split_output(o, q.dtype)
+            grad_o = grad_o.to(q.dtype)
         # Gradients come from anywhere, and saved tensors through anybody's hooks. create_graph=True
         # must meet the operator, whose own derivative raises.
-        operands = (grad_o, grad_lse, q, k, v, o, lse, *lengths)
+        operands = (grad_o, q, k, v, o, lse, *present((grad_lse, o_low, *lengths)))
         if direct and not torch.is_grad_enabled() and takes_short_cut(operands):
             run, flat = run_backward, (settings, deterministic)
         else:
             run, flat = backward_op, (*settings, deterministic)
-        return (*run(grad_o, grad_lse, q, k, v, o, lse, *flat), None, None)
+        return (*run(grad_o, grad_lse, q, k, v, o, o_low, lse, *flat), None, None)
 
     jvp = staticmethod(_no_forward_mode)
 
 
-def _dispatch(q, k, v, settings, deterministic, checked, extras):
-    """(o, lse, max_logit or None) by the operators."""
+def _dispatch(q, k, v, settings, deterministic, checked, keep_low, extras):
+    """(o, lse, o_low, max_logit or None) by the operators."""
     if extras is None:
-        return *forward_op(q, k, v, *settings, deterministic, checked), None
-    o, lse, max_logit = extra_op(q, k, v, *settings, deterministic, checked, *extras)
-    return o, lse, max_logit if extras[0] else None
-
-
-def _like_query(q: Tensor, x: Tensor) -> Tensor:
-    """o and its gradient as the backward takes them, when the forward gave o in float32."""
-    return x if x.dtype is q.dtype else x.to(q.dtype)
+        return *forward_op(q, k, v, *settings, deterministic, checked, keep_low), None
+    *outputs, max_logit = extra_op(q, k, v, *settings, deterministic, checked, keep_low, *extras)
+    return *outputs, max_logit if extras[0] else None
 
 
 class _AttentionGradient(torch.autograd.Function):
@@ -248,26 +271,34 @@ def differentiates(tensors) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
+def _recorded_outputs(q, k, v, rest, extras):
+    """(o, lse, o_low, max_logit or None) of an operator that is recorded."""
+    settings = rest[:_SETTINGS_COUNT]
+    deterministic, checked, keep_low = rest[_SETTINGS_COUNT : _SETTINGS_COUNT + 3]
+    keep_low = keeps_low(q, keep_low)
+    call = (settings, deterministic, checked, False, (True, keep_low), extras)
+    o, lse, *others = apply(_Attention, q, k, v, call)
+    o_low = others.pop(0) if keep_low else no_low(q, v)
+    return o, lse, o_low, *(others or [None])
+
+
 def _forward_autograd(q, k, v, *rest):
     if differentiates((q, k, v)):
-        settings, (deterministic, checked) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-        return apply(_Attention, q, k, v, (settings, deterministic, checked, False, True, None))
+        return _recorded_outputs(q, k, v, rest, None)[:3]
     with _below_autograd():
         return forward_op(q, k, v, *rest)
 
 
 def _extra_autograd(q, k, v, *rest):
     if differentiates((q, k, v)):
-        settings, (deterministic, checked, *extras) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-        call = (settings, deterministic, checked, False, True, tuple(extras))
-        o, lse, *max_logit = apply(_Attention, q, k, v, call)
-        return o, lse, *(max_logit or [q.new_empty((0, q.shape[-2]), dtype=torch.float32)])
+        *outputs, max_logit = _recorded_outputs(q, k, v, rest, tuple(rest[-2:]))
+        return *outputs, _or_empty(max_logit, q)
     with _below_autograd():
         return extra_op(q, k, v, *rest)
 
 
 def _backward_autograd(*args):
-    if differentiates(x for x in args[:7] if x is not None):
+    if differentiates(x for x in args[:8] if x is not None):
         return apply(_AttentionGradient, *args)
     with _below_autograd():
         return backward_op(*args)
@@ -359,7 +390,7 @@ def _vmap_extra(info, in_dims, *args):
 
 
 def _vmap_backward(info, in_dims, *args):
-    return _mapped(backward_op, 7, info, in_dims, *args)
+    return _mapped(backward_op, 8, info, in_dims, *args)
 
 
 torch.library.register_vmap("pantile::forward", _vmap_forward, lib=_library)
@@ -400,7 +431,7 @@ def _forward_flops(q, k, v, *rest, out_val=None, **_) -> int:
 
 
 @flop_counter.register_flop_formula(torch.ops.pantile.backward, get_raw=True)
-def _backward_flops(grad_o, grad_lse, q, k, v, o, lse, *rest, out_val=None, **_) -> int:
+def _backward_flops(grad_o, grad_lse, q, k, v, o, o_low, lse, *rest, out_val=None, **_) -> int:
     return 2 * _pairs(q, k, rest) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
@@ -458,7 +489,11 @@ def is_plain(x: Tensor) -> bool:
     return type(x) in _PLAIN_TYPES and _keys_of(x).raw_repr() in _PLAIN_KEYS
 
 
-def takes_short_cut(tensors: tuple[Tensor | None, ...]) -> bool:
+def present(tensors) -> tuple[Tensor, ...]:
+    return tuple(x for x in tensors if x is not None)
+
+
+def takes_short_cut(tensors: tuple[Tensor, ...]) -> bool:
     """Ordinary dense tensors, and no mode, transform, tracer, autocast or profiler at work.
 
     ``tensors`` are all that the bindings would read: what is lazily negated, lazily zero, a
@@ -467,7 +502,7 @@ def takes_short_cut(tensors: tuple[Tensor | None, ...]) -> bool:
     if _is_compiling():
         return False
     for x in tensors:
-        if x is not None and not is_plain(x):
+        if not is_plain(x):
             return False
     for watches in _WATCHERS:  # noqa: SIM110 (a generator costs as much as the calls)
         if watches():
@@ -497,18 +532,19 @@ def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
     """o, or a tuple of o and what else is wanted, by the shortest way that torch's state allows."""
     operands = (q, k, v)
     if settings[0] is not None:
-        operands += settings[:LENGTHS_COUNT]
+        operands += present(settings[:LENGTHS_COUNT])
     if takes_short_cut(operands):
         if _records(q, k, v):
-            call = (settings, deterministic, checked, True, return_lse, extras)
+            call = (settings, deterministic, checked, True, (return_lse, False), extras)
             return _apply_directly(q, k, v, call, False)
         if return_lse or extras is not None:
-            answer = run_forward(q, k, v, settings, checked, return_lse, extras)
-            return _chosen(*answer, return_lse)
+            o, lse, _, max_logit = run_forward(q, k, v, settings, checked, return_lse, extras)
+            return _chosen(o, lse, max_logit, return_lse)
         return run_forward(q, k, v, settings, checked, False)[0]
     if not _is_compiling():
         prepare(q, k, v, settings[:LENGTHS_COUNT])
-    return _chosen(*_dispatch(q, k, v, settings, deterministic, checked, extras), return_lse)
+    o, lse, _, max_logit = _dispatch(q, k, v, settings, deterministic, checked, False, extras)
+    return _chosen(o, lse, max_logit, return_lse)
 
 
 def plain_attention(q, k, v, causal: bool, settings):

@@ -530,7 +530,7 @@ def run_backward(case: Case, target: Target, inputs, deterministic: bool = False
     mask = window_bounds(case.arguments.get("causal", False), case.arguments.get("window"))
     settings = (*bounds, case.arguments.get("scale"), *mask, target.backend)
     return torch.ops.pantile.backward(
-        grad_o, grad_lse, *case.operands, o, lse, *settings, deterministic
+        grad_o, grad_lse, *case.operands, o, None, lse, *settings, deterministic
     )
 
 

@@ -447,11 +447,18 @@ def test_message_through_the_dispatcher(case):
 
 
 def test_message_from_a_compiled_graph():
-    """What tracing cannot see is refused when the graph runs, in the same words."""
+    """What tracing sees it refuses, in the same words; what it cannot see, the graph that runs."""
     compiled = torch.compile(pantile.attention, fullgraph=True, backend="eager")
     made = tensors(k=(2, 7, 3, 8), v=(2, 7, 3, 8))
-    with pytest.raises(ValueError, match="heads_q is 4 and heads_k is 3"):
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="heads_q is 4 and heads_k is 3"):
         compiled(**made)
+
+    def run(lengths):
+        packed = [x.flatten(0, 1) for x in tensors().values()]
+        return pantile.varlen_attention(*packed, lengths, lengths, 10, 14)
+
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        torch.compile(run, fullgraph=True, backend="eager")(torch.tensor([0, 9, 3]).int())
 
 
 def test_nothing_is_written():

@@ -62,7 +62,7 @@ def assert_equal_gradients(function, other, tensors):
 @pytest.mark.parametrize("grad", [True, False])
 def test_opcheck_forward(mask, grad):
     torch.library.opcheck(
-        forward_op, (*operands(grad), *DENSE, None, *MASKS[mask], "auto", False, False)
+        forward_op, (*operands(grad), *DENSE, None, *MASKS[mask], "auto", False, False, False)
     )
 
 
@@ -70,7 +70,7 @@ def test_opcheck_forward_packed():
     tensors, lengths = packed_operands()
     used = torch.tensor([1, 4], dtype=torch.int32)
     for seqused in ((None, None), (used, used)):
-        arguments = (*tensors, *lengths, *seqused, 4, 5, 0.3, -1, 0, "auto", False, True)
+        arguments = (*tensors, *lengths, *seqused, 4, 5, 0.3, -1, 0, "auto", False, True, False)
         torch.library.opcheck(forward_op, arguments)
 
 
@@ -78,19 +78,19 @@ def test_opcheck_forward_packed():
 def test_opcheck_backward(with_lse):
     settings = (*DENSE, None, -1, 0, "auto")
     q, k, v = operands(False)
-    o, lse = forward_op(q, k, v, *settings, False, False)
+    o, lse, _ = forward_op(q, k, v, *settings, False, False, False)
     grad_lse = torch.randn_like(lse) if with_lse else None
     torch.library.opcheck(
-        backward_op, (torch.randn_like(o), grad_lse, q, k, v, o, lse, *settings, False)
+        backward_op, (torch.randn_like(o), grad_lse, q, k, v, o, None, lse, *settings, False)
     )
 
 
 def test_opcheck_backward_packed():
     (q, k, v), lengths = packed_operands(False)
     settings = (*lengths, None, None, 4, 5, None, 2, 0, "auto")
-    o, lse = forward_op(q, k, v, *settings, False, False)
+    o, lse, _ = forward_op(q, k, v, *settings, False, False, False)
     torch.library.opcheck(
-        backward_op, (torch.randn_like(o), None, q, k, v, o, lse, *settings, True)
+        backward_op, (torch.randn_like(o), None, q, k, v, o, None, lse, *settings, True)
     )
 
 

@@ -79,9 +79,9 @@ def test_ptx_serves_later_gpus():
         q, k, v, grad_o = (torch.randn(1, 200, 2, 64).bfloat16() for _ in range(4))
         settings = (None, None, None, None, 0, 0, None, -1, 0, "ampere")
         on_gpu = [x.cuda() for x in (q, k, v)]
-        o, lse = torch.ops.pantile.forward(*on_gpu, *settings, False, False)
+        o, lse, o_low = torch.ops.pantile.forward(*on_gpu, *settings, False, False, True)
         grads = torch.ops.pantile.backward(
-            grad_o.cuda(), None, *on_gpu, o, lse, *settings, False)
+            grad_o.cuda(), None, *on_gpu, o, o_low, lse, *settings, False)
 
         leaves = [x.double().requires_grad_() for x in (q, k, v)]
         truth, _ = reference.attention(*leaves, causal=True)
@@ -90,7 +90,7 @@ def test_ptx_serves_later_gpus():
             error = (ours.cpu().double() - exact).abs().max()
             assert error < 0.02 * exact.abs().max(), error
         try:
-            torch.ops.pantile.forward(*on_gpu, *settings[:-1], "hopper", False, False)
+            torch.ops.pantile.forward(*on_gpu, *settings[:-1], "hopper", False, False, False)
             torch.cuda.synchronize()
             print("hopper ran")
         except (RuntimeError, NotImplementedError) as error:

@@ -285,7 +285,7 @@ SETTINGS = (None, None, None, None, 0, 0, None, -1, 0, "auto")
 @pytest.mark.parametrize("grad", [False, True])
 def test_opcheck(grad, extras):
     q, k, v = (torch.randn(2, 6, n, 8, requires_grad=grad) for n in (4, 2, 2))
-    arguments = (q, k, v, *SETTINGS, False, False, *extras)
+    arguments = (q, k, v, *SETTINGS, False, False, False, *extras)
     torch.library.opcheck(torch.ops.pantile.forward_extra.default, arguments)
 
 

@@ -247,12 +247,12 @@ def test_vmap_over_some_operands(kind):
 
 def operator_call(q, k, v):
     settings = (None, None, None, None, 0, 0, None, -1, 0, "auto")
-    return torch.ops.pantile.forward(q, k, v, *settings, False, False)[0]
+    return torch.ops.pantile.forward(q, k, v, *settings, False, False, False)[0]
 
 
 def extra_operator_call(q, k, v):
     settings = (None, None, None, None, 0, 0, None, -1, 0, "auto")
-    return torch.ops.pantile.forward_extra(q, k, v, *settings, False, False, True, True)[0]
+    return torch.ops.pantile.forward_extra(q, k, v, *settings, False, False, True, True, True)[0]
 
 
 @pytest.mark.parametrize("call", [operator_call, extra_operator_call])
@@ -273,10 +273,12 @@ def test_backward_operator_inside_transforms():
     """It has no derivative, and says so; without one it runs."""
     q, k, v = operands()
     settings = (None, None, None, None, 0, 0, None, -1, 0, "auto")
-    o, lse = torch.ops.pantile.forward(q, k, v, *settings, False, False)
+    o, lse, _ = torch.ops.pantile.forward(q, k, v, *settings, False, False, False)
 
     def backward(x):
-        grads = torch.ops.pantile.backward(weights_like(o), None, x, k, v, o, lse, *settings, False)
+        grads = torch.ops.pantile.backward(
+            weights_like(o), None, x, k, v, o, None, lse, *settings, False
+        )
         return sum(g.sum() for g in grads)
 
     assert torch.vmap(backward)(torch.stack([q, q])).shape == (2,)
@@ -381,6 +383,15 @@ def test_gradient_penalty(kind, packed, watched):
         penalty = sum(g.square().sum() for g in grads)
         with pytest.raises(pantile.UnsupportedError, match=SECOND):
             penalty.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradient_penalty_of_a_float32_output(dtype):
+    leaves = operands(grad=True, dtype=dtype)
+    o = attend("plain", False, *leaves, options=pantile.Options(output_dtype="float32"))
+    (grad,) = torch.autograd.grad(o.square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(pantile.UnsupportedError, match=SECOND):
+        grad.float().square().sum().backward()
 
 
 @kinds
