@@ -160,9 +160,6 @@ def _run_fp8_forward(operands, settings, own, checked: bool):
     batch, rows, keys, head_dim, dtype, block_q, block_k, smooth_k, exp = own
     _follow_threads()
     o, lse = _new_outputs(operands, settings, batch, rows, dtype)
-    if settings[2] is not None:  # rows that seqused_q leaves out are never written
-        o.zero_()
-        lse.fill_(-torch.inf)
     if checked and settings[0] is not None:
         lengths = [None if x is None else x.cpu() for x in settings[:4]]
         _C.check_sequences(*lengths, settings[4], settings[5], rows, keys)
