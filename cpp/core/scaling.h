@@ -18,8 +18,7 @@ namespace pantile::core {
 inline constexpr float kE4m3Max = 448.0f;
 inline constexpr float kLargestPower = 1.70141183e38f;  // 2^127
 inline constexpr float kLargestFloat = 3.402823466e38f;
-inline constexpr float kSmallestScale = 8.67361738e-19f;   // 2^-60: products and ratios stay normal
-inline constexpr float kZeroValueScale = 1.17549435e-38f;  // 2^-126, see value_scale()
+inline constexpr float kSmallestScale = 8.67361738e-19f;  // 2^-60: products and ratios stay normal
 
 // ---- e4m3: sign, 4 exponent bits (bias 7), 3 mantissa bits; no infinity, 0x7f and 0xff are NaN
 // ----
@@ -134,20 +133,6 @@ PANTILE_HD constexpr BlockScale block_scale(float amax, float limit) {
         bits_float((float_bits(amax) - float_bits(limit) + (127u << 23) + 0x7fffffu) & 0x7f800000u);
   }
   return BlockScale{scale, bits_float((254u << 23) - float_bits(scale))};
-}
-
-// What is stored for a block of values. A block without a non-zero code has no unit of its own: any
-// would do for it, but the output is carried in the unit of the block at hand, and a unit far from
-// its neighbours' would cost theirs their precision. Its scale is a mark below all others.
-PANTILE_HD constexpr float value_scale(float amax, const BlockScale& block, float descale) {
-  return amax > 0.0f ? max_of(block.scale * descale, 2.0f * kZeroValueScale) : kZeroValueScale;
-}
-
-// The unit of a step whose block has the stored scale `stored` (negative beside non-finite values):
-// its own, or that of the step before for a block of zeros.
-PANTILE_HD constexpr float value_unit(float stored, float before) {
-  const float magnitude = stored < 0.0f ? -stored : stored;
-  return magnitude > kZeroValueScale ? magnitude : before;
 }
 
 // Infinity and NaN become NaN, so that attention over them is NaN and not a wrong finite number.

@@ -133,9 +133,8 @@ inline void load_queries(const Fp8ForwardJob& job, const Fp8Scratch& scratch, Fp
 struct Fp8Keys {
   Span keys;         // of the sequence; those past its end are hidden
   std::int64_t row;  // of the first, among the rows of all heads
-  float scale_k;
-  float scale_v;  // as stored, without its sign
-  bool full;      // no pair is hidden
+  float scale_k, scale_v;
+  bool full;  // no pair is hidden
 };
 
 PANTILE_INLINE Fp8Keys locate_keys(const Fp8ForwardJob& job, const Fp8Block& block,
@@ -292,9 +291,8 @@ inline void add_values_fp8(const Fp8ForwardJob& job, const Fp8Keys& keys, const 
   p.vectors = block->vectors;
   p.steps = count;
   multiply<FloatMath, Start::zero, Walk::along_rows>(p);
-  const float unit = core::value_unit(keys.scale_v, block->scale_v);
   const core::BlockScale from{block->scale_v, 1.0f / block->scale_v};
-  const core::BlockScale to{unit, 1.0f / unit};
+  const core::BlockScale to{keys.scale_v, 1.0f / keys.scale_v};
   const Floats ratio = splat(core::scale_ratio(from, to));
   for (int v = 0; v < block->vectors; ++v) {
     const Floats shrink = load(block->shrink + v * kLanes) * ratio;
@@ -303,7 +301,7 @@ inline void add_values_fp8(const Fp8ForwardJob& job, const Fp8Keys& keys, const 
       store(scratch.outputs + at, load(scratch.outputs + at) * shrink + load(scratch.part + at));
     }
   }
-  block->scale_v = unit;
+  block->scale_v = keys.scale_v;
 }
 
 // Stage 2.
