@@ -148,6 +148,19 @@ PANTILE_HD constexpr float stored_scale(const BlockScale& block, float factor) {
   return block.scale < kLargestPower / factor ? block.scale * factor : kLargestPower;
 }
 
+// What is stored for a block of values with that amax: 0 for a block of zeros, whose scale of 1
+// would say nothing. Attention then goes on in the units of the blocks before, and neither rescales
+// to 1 and back nor takes 1 for the size of values.
+PANTILE_HD constexpr float stored_value_scale(const BlockScale& block, float amax, float descale) {
+  return amax > 0.0f ? block.scale * descale : 0.0f;
+}
+
+// The unit of the output after a block of values, from the stored scale without its sign; `before`:
+// that after the blocks before, or kSmallestScale.
+PANTILE_HD constexpr float value_unit(float stored, float before) {
+  return stored > 0.0f ? stored : before;
+}
+
 // Factor that brings an accumulator from units of `from` to units of `to`. Finite even when the
 // scales are further apart than floats reach, so that 0 stays 0.
 PANTILE_HD constexpr float scale_ratio(const BlockScale& from, const BlockScale& to) {

@@ -267,10 +267,10 @@ void quantize_values(const QuantizeJob& job, const Block& block, float* rows) {
   float* scales = t.scale_kv + index * kRows / block_k * 2 + 1;
   for (int begin = 0; begin < block.rows; begin += block_k) {
     const int end = core::min_of(begin + block_k, block.rows);
-    const core::BlockScale scale =
-        core::block_scale(amax_of(rows + begin * dim, (end - begin) * dim), core::kE4m3Max);
+    const float amax = amax_of(rows + begin * dim, (end - begin) * dim);
+    const core::BlockScale scale = core::block_scale(amax, core::kE4m3Max);
     found |= write_values(job.v, rows, begin, end, scale, codes, nonfinite);
-    scales[begin / block_k * 2] = scale.scale * descale;
+    scales[begin / block_k * 2] = core::stored_value_scale(scale, amax, descale);
   }
   if (found) {
     for (int begin = 0; begin < block.rows; begin += block_k) {

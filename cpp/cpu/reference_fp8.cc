@@ -41,7 +41,7 @@ struct HeadOfCodes {
         static_cast<double>(job.tensors.scale_kv[(first_k + key) / job.format.block_k * 2 + 1]));
   }
   bool flagged(int key) const {
-    return job.tensors.scale_kv[(first_k + key) / job.format.block_k * 2 + 1] < 0.0f;
+    return std::signbit(job.tensors.scale_kv[(first_k + key) / job.format.block_k * 2 + 1]);
   }
   double score(int row, int key) const {
     const std::int64_t width = core::round_up(job.dim, core::kCodeAlign);

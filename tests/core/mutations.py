@@ -575,6 +575,16 @@ LISTED = {
     ],
     "scaling.h": [
         (
+            "Scaling.BlocksOfZerosChangeNoUnit",
+            "return amax > 0.0f ? block.scale * descale : 0.0f;",
+            "return block.scale * descale;",
+        ),
+        (
+            "Scaling.BlocksOfZerosChangeNoUnit",
+            "return stored > 0.0f ? stored : before;",
+            "return stored;",
+        ),
+        (
             "Scaling.TiesGoToEvenAndTheirNeighboursDoNot",
             "magnitude + 0x7ffffu + (magnitude >> 20 & 1u)",
             "magnitude + 0x80000u",

@@ -31,6 +31,8 @@ using pantile::core::raise_amax;
 using pantile::core::scale_block;
 using pantile::core::scale_blocks;
 using pantile::core::scale_ratio;
+using pantile::core::stored_value_scale;
+using pantile::core::value_unit;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
@@ -291,6 +293,17 @@ TEST(Scaling, FunctionsAreConstantExpressions) {
   EXPECT_EQ(kBack, -0.3125f);
   EXPECT_EQ(kScale.scale, 8.0f);
   EXPECT_EQ(kScale.inverse, 0.125f);
+}
+
+// A block of zeros has no scale: the output stays in the unit it has.
+TEST(Scaling, BlocksOfZerosChangeNoUnit) {
+  for (const float amax : {1e-30f, 1.0f, 3e38f}) {
+    const BlockScale block = block_scale(amax, kE4m3Max);
+    EXPECT_EQ(stored_value_scale(block, amax, 3.0f), block.scale * 3.0f);
+    EXPECT_EQ(value_unit(block.scale, 8.0f), block.scale);
+  }
+  EXPECT_EQ(stored_value_scale(block_scale(0.0f, kE4m3Max), 0.0f, 3.0f), 0.0f);
+  EXPECT_EQ(value_unit(0.0f, 8.0f), 8.0f);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // the same operands. The format itself is tested bit for bit in tests/python/test_fp8.py.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -243,6 +244,55 @@ TEST(Fp8, NotFiniteValuesReachTheirRowsOnly) {
     for (int d = 0; d < 64; ++d) {
       const bool reached = row >= 50 && d == 5;
       ASSERT_EQ(std::isnan(found[static_cast<std::size_t>(row * 2 * 64 + d)]), reached) << row;
+    }
+  }
+}
+
+// A block of V that is all zero has no scale: neither large nor small values of its neighbours lose
+// anything on the way to a scale of 1 and back. Key 256 begins the block that is visited first.
+TEST(Fp8, BlocksOfZeroValuesKeepTheirNeighbours) {
+  for (const float size : {1e36f, 1.0f, 1e-15f}) {
+    for (const int zeros : {0, 128, 256}) {
+      SCOPED_TRACE("V of size " + std::to_string(size) + ", zeros from key " +
+                   std::to_string(zeros));
+      Fp8Case c(Fp8Shape{});
+      for (int key = 0; key < c.shape.keys; ++key) {
+        const bool zero = key >= zeros && key < zeros + 128;
+        for (int d = 0; d < 64; ++d) {
+          c.v[static_cast<std::size_t>(key * 64 + d)] *= zero ? 0.0f : size;
+        }
+      }
+      const Operands operands = c.quantized(1);
+      EXPECT_EQ(operands.scale_kv[static_cast<std::size_t>(zeros / 128 * 2 + 1)], 0.0f);
+      auto exact = c.attend(operands, Target{Backend::reference}, Fp8Exp::exp2);
+      exact.resize(std::size_t{200} * 2 * 64);  // O without LSE
+      for (const CpuIsa isa : usable_isas()) {
+        auto found = c.attend(operands, Target{Backend::cpu, isa, 1}, Fp8Exp::exp2);
+        found.resize(exact.size());
+        for (const double x : found) {
+          ASSERT_TRUE(std::isfinite(x));
+        }
+        EXPECT_LT(distance(found, exact), 3e-2) << cpu_isa_name(isa);
+      }
+    }
+  }
+}
+
+// NaN in a block of zeros: the mark is the sign of -0.
+TEST(Fp8, NotFiniteValuesAmongZerosAreMarked) {
+  Fp8Case c(causal_shape());
+  std::fill(c.v.begin() + 128 * 64, c.v.begin() + 256 * 64, 0.0f);
+  c.v[150 * 64 + 5] = kNaN;
+  const Operands operands = c.quantized(1);
+  EXPECT_EQ(operands.scale_kv[2 * 1 + 1], 0.0f);
+  EXPECT_TRUE(std::signbit(operands.scale_kv[2 * 1 + 1]));
+  for (const Backend backend : {Backend::cpu, Backend::reference}) {
+    const auto found = c.attend(operands, Target{backend}, Fp8Exp::code);
+    for (int row = 0; row < 200; ++row) {
+      for (int d = 0; d < 64; ++d) {
+        const bool reached = row >= 50 && d == 5;
+        ASSERT_EQ(std::isnan(found[static_cast<std::size_t>(row * 2 * 64 + d)]), reached) << row;
+      }
     }
   }
 }

@@ -134,7 +134,8 @@ def head_values(v: torch.Tensor, scale_rows: int):
         coded = torch.where(part.isfinite(), encode(part, scale, 448.0), torch.zeros(()).byte())
         block, first = begin // ROWS, begin % ROWS
         codes[block, first : first + len(part)] = coded
-        scales[begin // scale_rows] = scale
+        empty = not part[part.isfinite()].any()  # 0 for a block of zeros: it has no scale
+        scales[begin // scale_rows] = 0.0 if empty else scale
         bad[begin : begin + len(part)] = ~part.isfinite()
     bad = bad.reshape(blocks, ROWS, dim)
     flagged = bad.flatten(1).any(1).repeat_interleave(ROWS // scale_rows)

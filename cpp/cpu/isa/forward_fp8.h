@@ -133,8 +133,9 @@ inline void load_queries(const Fp8ForwardJob& job, const Fp8Scratch& scratch, Fp
 struct Fp8Keys {
   Span keys;         // of the sequence; those past its end are hidden
   std::int64_t row;  // of the first, among the rows of all heads
-  float scale_k, scale_v;
-  bool full;  // no pair is hidden
+  float scale_k;
+  float scale_v;  // stored; 0 for a block of zeros
+  bool full;      // no pair is hidden
 };
 
 PANTILE_INLINE Fp8Keys locate_keys(const Fp8ForwardJob& job, const Fp8Block& block,
@@ -292,7 +293,8 @@ inline void add_values_fp8(const Fp8ForwardJob& job, const Fp8Keys& keys, const 
   p.steps = count;
   multiply<FloatMath, Start::zero, Walk::along_rows>(p);
   const core::BlockScale from{block->scale_v, 1.0f / block->scale_v};
-  const core::BlockScale to{keys.scale_v, 1.0f / keys.scale_v};
+  const float unit = core::value_unit(keys.scale_v, block->scale_v);
+  const core::BlockScale to{unit, 1.0f / unit};
   const Floats ratio = splat(core::scale_ratio(from, to));
   for (int v = 0; v < block->vectors; ++v) {
     const Floats shrink = load(block->shrink + v * kLanes) * ratio;
@@ -301,7 +303,7 @@ inline void add_values_fp8(const Fp8ForwardJob& job, const Fp8Keys& keys, const 
       store(scratch.outputs + at, load(scratch.outputs + at) * shrink + load(scratch.part + at));
     }
   }
-  block->scale_v = keys.scale_v;
+  block->scale_v = unit;
 }
 
 // Stage 2.
@@ -313,7 +315,7 @@ inline void stream_keys_fp8(const Fp8ForwardJob& job, const Fp8Scratch& scratch,
     float proposed[kFp8Rows];
     fill(proposed, kFp8Rows, kFirstShift);
     if (first) {
-      block->scale_v = keys.scale_v;
+      block->scale_v = core::value_unit(keys.scale_v, core::kSmallestScale);
     }
     score_fp8(job, *block, keys, scratch);
     propose_shifts(job, keys, scratch.scores, block, proposed);
@@ -346,7 +348,7 @@ inline void restore_nonfinite(const Fp8ForwardJob& job, const Fp8Block& block, f
   for (int begin = 0; begin < block.mask.keys; begin += core::kBlockedRows) {
     const std::int64_t tile = first + begin / core::kBlockedRows;
     const float* scales = job.tensors.scale_kv + tile * core::kBlockedRows / job.format.block_k * 2;
-    if (!(scales[1] < 0.0f)) {
+    if (!__builtin_signbit(scales[1])) {
       continue;
     }
     const std::uint32_t* words =

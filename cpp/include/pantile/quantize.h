@@ -74,7 +74,8 @@ struct QuantizeTensors {
   float* scale_kv = nullptr;  // [heads_k, 128 * blocks_k / block_k, 2]: of K, of V
   // [heads_k, blocks_k, head_dim_v, 4]: bit t % 32 of word t / 32 is set when key t of the block
   // holds NaN or Inf in this channel. Only written for blocks with such a key; each scale of V in
-  // these is negative, its absolute value being the scale.
+  // these has its sign bit set, its absolute value being the scale. The scale of a block of V whose
+  // finite values are all 0 is 0 or -0.
   std::uint32_t* nonfinite_v = nullptr;
   float* q_dot_mean = nullptr;  // [heads_q, 128 * blocks_q]: Q . mean_k; smooth_k only
   float* mean_k = nullptr;      // [batch, heads_k, head_dim]; smooth_k only
