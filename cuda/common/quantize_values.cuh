@@ -54,7 +54,7 @@ class ValueQuantizer {
     if (threadIdx.x == 0) {
       const float descale =
           out_.descale != nullptr ? out_.descale[block_.batch * side_.heads + block_.head] : 1.0f;
-      const float stored = core::value_scale(most, scale, descale);
+      const float stored = scale.scale * descale;
       out_.scales[block_.index * out_.scale_stride] = careful ? -stored : stored;
     }
     if (careful) {

@@ -150,7 +150,7 @@ class Fp8Loader {
     // Scales travel with K through shared memory: a load in the math warps, even one long before
     // its use, ends up above the products, which then wait for it.
     float2 next_scale = p_.kv_scale[info.k_block + info.visit_end - 1];
-    float v_before = core::value_unit(next_scale.y, core::kZeroValueScale);
+    float v_before = fabsf(next_scale.y);
     bool nonfinite = false;
     for (int step = info.visit_end - 1; step >= info.visit_begin; --step, place_ = place_.after()) {
       const float2 scale = next_scale;
@@ -158,7 +158,7 @@ class Fp8Loader {
         next_scale = p_.kv_scale[info.k_block + step - 1];
       }
       nonfinite = nonfinite || scale.y < 0.0f;
-      const float v = core::value_unit(scale.y, v_before);
+      const float v = fabsf(scale.y);
       const float unit = fminf(__fdividef(v_before, v), kLargestUnit);
       v_before = v;
       Fp8Stage& stage = s_.stages[place_.stage];

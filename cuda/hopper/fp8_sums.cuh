@@ -140,7 +140,7 @@ class Fp8FoldedSums {
     }
     l[0] = l[1] = 0.0f;
     folded_[0] = folded_[1] = 0.0f;
-    unit_ = largest_ = 0.0f;
+    unit_ = 0.0f;
     divisor_[0] = divisor_[1] = 0.0f;
   }
 
@@ -149,7 +149,6 @@ class Fp8FoldedSums {
   // depend on which block does which tile. v_scale: the unit of D.
   PANTILE_DEVICE void next_step(const float (&alpha)[2], bool raised, float unit, float v_scale,
                                 int steps, int left, std::uint32_t place) {
-    largest_ = fmaxf(largest_, v_scale);
     if (steps % Fp8Config::kFoldSteps == 0 && left > 2) {
       fold<false>(v_scale, place);
 #pragma unroll
@@ -178,7 +177,6 @@ class Fp8FoldedSums {
 
   // As in Fp8StepSums.
   PANTILE_DEVICE float end_tile(float v_scale, std::uint32_t place) {
-    largest_ = fmaxf(largest_, v_scale);
     if (unit_ == 0.0f) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -207,7 +205,7 @@ class Fp8FoldedSums {
   template <bool kLast>
   PANTILE_DEVICE void fold(float v_scale, std::uint32_t place) {
     const bool first = unit_ == 0.0f;
-    const float unit = largest_;
+    const float unit = fmaxf(unit_, v_scale);
     float old_part[2], new_part[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -260,7 +258,6 @@ class Fp8FoldedSums {
   int zero_;
   float folded_[2];  // row sums that the copy was divided by, times the alphas since
   float unit_;       // of the copy; 0: there is none
-  float largest_;    // scale of V in the tile so far
   float divisor_[2];
 };
 
