@@ -54,7 +54,7 @@ class ValueQuantizer {
     if (threadIdx.x == 0) {
       const float descale =
           out_.descale != nullptr ? out_.descale[block_.batch * side_.heads + block_.head] : 1.0f;
-      const float stored = scale.scale * descale;
+      const float stored = core::stored_value_scale(scale, most, descale);
       out_.scales[block_.index * out_.scale_stride] = careful ? -stored : stored;
     }
     if (careful) {

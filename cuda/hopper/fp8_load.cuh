@@ -150,20 +150,22 @@ class Fp8Loader {
     // Scales travel with K through shared memory: a load in the math warps, even one long before
     // its use, ends up above the products, which then wait for it.
     float2 next_scale = p_.kv_scale[info.k_block + info.visit_end - 1];
-    float v_before = fabsf(next_scale.y);
+    float v_before = core::kSmallestScale;  // the unit of O; O is 0
+    float v_most = 0.0f;                    // of the units so far
     bool nonfinite = false;
     for (int step = info.visit_end - 1; step >= info.visit_begin; --step, place_ = place_.after()) {
       const float2 scale = next_scale;
       if (step > info.visit_begin) {
         next_scale = p_.kv_scale[info.k_block + step - 1];
       }
-      nonfinite = nonfinite || scale.y < 0.0f;
-      const float v = fabsf(scale.y);
+      nonfinite = nonfinite || __float_as_int(scale.y) < 0;  // of -0 too
+      const float v = core::value_unit(fabsf(scale.y), v_before);
       const float unit = fminf(__fdividef(v_before, v), kLargestUnit);
       v_before = v;
+      v_most = fmaxf(v_most, v);
       Fp8Stage& stage = s_.stages[place_.stage];
       prim::wait(stage.k_empty, place_.parity ^ 1);
-      stage.scales = {scale.x, unit, v};
+      stage.scales = {scale.x, unit, v, v_most};
       if (step == info.visit_begin) {
         info.v_scale = v;
         info.v_nonfinite = nonfinite;

@@ -300,8 +300,8 @@ class Fp8MathWarpgroup {
     if constexpr (!kTwoP) {
       softmax_.pack(after, S);
     }
-    sums_.next_step(softmax_.alpha, softmax_.raised, scales.unit, v_scale_, visit_end_ - 1 - step,
-                    step - visit_begin_ + 1, fold_place());
+    sums_.next_step(softmax_.alpha, softmax_.raised, scales.unit, v_scale_, scales.most,
+                    visit_end_ - 1 - step, step - visit_begin_ + 1, fold_place());
     v_scale_ = scales.v;
   }
 

@@ -47,7 +47,7 @@ class Fp8RowStore {
 #pragma unroll 1
     for (int step = info_.visit_begin; step < info_.visit_end; ++step) {
       const std::int64_t block = info_.k_block + step;
-      if (!(p_.kv_scale[block].y < 0.0f)) {
+      if (__float_as_int(p_.kv_scale[block].y) >= 0) {  // the sign bit, of -0 too
         continue;
       }
 #pragma unroll 1

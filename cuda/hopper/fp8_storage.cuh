@@ -28,9 +28,11 @@ struct Fp8Params {
 
   // Scales. A block is 128 rows of one sequence (core/scaling.h); blocks are counted per head.
   int q_blocks, k_blocks;
-  int q_scale_rows;          // rows that share a scale of Q: 1, 64 or 128
-  const float* q_scale;      // [heads_q, 128 q_blocks / q_scale_rows]
-  const float2* kv_scale;    // [heads_k, k_blocks]: of K, of V; V's is negative where V holds NaN
+  int q_scale_rows;      // rows that share a scale of Q: 1, 64 or 128
+  const float* q_scale;  // [heads_q, 128 q_blocks / q_scale_rows]
+  // [heads_k, k_blocks]: of K, of V; V's has its sign bit set where V holds NaN, and is 0 or -0
+  // where V is 0
+  const float2* kv_scale;
   const uint4* v_nonfinite;  // [heads_k, k_blocks, head_dim]: a bit a key
   const float* q_dot_mean;   // [heads_q, 128 q_blocks] or null: what smoothing took from QK^T
   float scale, scale_log2;
@@ -71,8 +73,9 @@ struct Fp8TileInfo {
 // What the loader works out for a step of the math warps.
 struct alignas(16) Fp8StepScales {
   float k;     // scale of K
-  float unit;  // scale of V of the step before, over that of this one; 1 in a tile's first step
-  float v;     // scale of V
+  float unit;  // v of the step before over that of this one; not read in a tile's first step
+  float v;     // scale of V; of a block of zeros that of the step before
+  float most;  // the largest v since the tile began
 };
 
 // A stage of the rings of K and V, without the tiles: all of it at fixed distances from one

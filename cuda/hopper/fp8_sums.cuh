@@ -79,7 +79,7 @@ class Fp8StepSums {
 
   // After the product of the step before; alpha and unit are this step's. That product is already
   // in the units of its own step, O is not, hence the factors kept from then.
-  PANTILE_DEVICE void next_step(const float (&alpha)[2], bool, float unit, float, int, int,
+  PANTILE_DEVICE void next_step(const float (&alpha)[2], bool, float unit, float, float, int, int,
                                 std::uint32_t) {
     add_product();
     alpha_[0] = alpha[0];
@@ -146,11 +146,12 @@ class Fp8FoldedSums {
 
   // steps: how many products D holds since the tile began; left: how many more there are to come.
   // NOTE: fold by the step's place in the tile and not by a running count, or the result would
-  // depend on which block does which tile. v_scale: the unit of D.
+  // depend on which block does which tile. v_scale: the unit of D. most: the largest unit so far:
+  // in smaller ones what large values left in D would leave fp16.
   PANTILE_DEVICE void next_step(const float (&alpha)[2], bool raised, float unit, float v_scale,
-                                int steps, int left, std::uint32_t place) {
+                                float most, int steps, int left, std::uint32_t place) {
     if (steps % Fp8Config::kFoldSteps == 0 && left > 2) {
-      fold<false>(v_scale, place);
+      fold<false>(v_scale, most, place);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         l[i] *= alpha[i];
@@ -185,7 +186,7 @@ class Fp8FoldedSums {
       }
       return v_scale;
     }
-    fold<true>(v_scale, place);
+    fold<true>(v_scale, v_scale, place);  // to fp32
     divisor_[0] = l[0] == 0.0f ? 0.0f : 1.0f;
     divisor_[1] = l[1] == 0.0f ? 0.0f : 1.0f;
     return unit_;
@@ -201,11 +202,11 @@ class Fp8FoldedSums {
     D[Product::kOutputs + 2 * i + 1] *= zero;
   }
 
-  // kLast: the sum stays in D instead.
+  // kLast: the sum stays in D instead. `most` is at least v_scale.
   template <bool kLast>
-  PANTILE_DEVICE void fold(float v_scale, std::uint32_t place) {
+  PANTILE_DEVICE void fold(float v_scale, float most, std::uint32_t place) {
     const bool first = unit_ == 0.0f;
-    const float unit = fmaxf(unit_, v_scale);
+    const float unit = fmaxf(unit_, most);
     float old_part[2], new_part[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
