@@ -1,5 +1,5 @@
-// check_sequences: the contents of cu_seqlens and seqused, which validate.cc must not read because
-// they may live on a GPU.
+// Lengths of packed sequences, and check_sequences: the contents of cu_seqlens and seqused, which
+// validate.cc must not read because they may live on a GPU.
 #include <cinttypes>
 #include <cstdint>
 
@@ -80,15 +80,40 @@ Status check_side(const Side& side) {
 
 }  // namespace
 
+namespace host {
+
+const char* seqlen_q_name(const ForwardProblem& p) {
+  return p.packed_q ? "max_seqlen_q (seqlen_q)" : "seqlen_q";
+}
+
+const char* seqlen_k_name(const ForwardProblem& p) {
+  return p.packed_k ? "max_seqlen_k (seqlen_k)" : "seqlen_k";
+}
+
+Status packed_length_rule(const char* name, std::int64_t length, std::int64_t batch,
+                          const char* total_name, std::int64_t total) {
+  if (total <= batch * length) {
+    return Status();
+  }
+  return Status::error(
+      kInvalid,
+      "%s is %" PRId64 "; with batch %" PRId64 " and %s %" PRId64 " it must be at least %" PRId64,
+      name, length, batch, total_name, total, batch > 0 ? (total + batch - 1) / batch : total);
+}
+
+}  // namespace host
+
 Status check_sequences(const ForwardProblem& p, const ForwardTensors& t) {
   Status status = host::validate(p);
   if (status.ok()) {
-    status = check_side({"cu_seqlens_q", "seqused_q", "total_q", "seqlen_q", t.cu_seqlens_q,
-                         t.seqused_q, p.packed_q, p.has_seqused_q, p.batch, p.seqlen_q, p.total_q});
+    status =
+        check_side({"cu_seqlens_q", "seqused_q", "total_q", host::seqlen_q_name(p), t.cu_seqlens_q,
+                    t.seqused_q, p.packed_q, p.has_seqused_q, p.batch, p.seqlen_q, p.total_q});
   }
   if (status.ok()) {
-    status = check_side({"cu_seqlens_k", "seqused_k", "total_k", "seqlen_k", t.cu_seqlens_k,
-                         t.seqused_k, p.packed_k, p.has_seqused_k, p.batch, p.seqlen_k, p.total_k});
+    status =
+        check_side({"cu_seqlens_k", "seqused_k", "total_k", host::seqlen_k_name(p), t.cu_seqlens_k,
+                    t.seqused_k, p.packed_k, p.has_seqused_k, p.batch, p.seqlen_k, p.total_k});
   }
   return status;
 }

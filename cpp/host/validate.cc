@@ -49,10 +49,10 @@ Status heads_k_rule(const ForwardProblem& p) {
   return between("heads_k", p.heads_k, 0, kMaxCount);
 }
 Status seqlen_q_rule(const ForwardProblem& p) {
-  return between("seqlen_q", p.seqlen_q, 0, kMaxLength);
+  return between(seqlen_q_name(p), p.seqlen_q, 0, kMaxLength);
 }
 Status seqlen_k_rule(const ForwardProblem& p) {
-  return between("seqlen_k", p.seqlen_k, 0, kMaxLength);
+  return between(seqlen_k_name(p), p.seqlen_k, 0, kMaxLength);
 }
 Status head_dim_rule(const ForwardProblem& p) {
   return between("head_dim", p.head_dim, 1, kMaxHeadDim);
@@ -80,8 +80,8 @@ Status work_rule(const ForwardProblem& p) {
   return Status();
 }
 
-Status total_rule(const char* name, bool packed, std::int64_t total, std::int64_t batch,
-                  std::int64_t length) {
+Status total_rule(const char* name, const char* length_name, bool packed, std::int64_t total,
+                  std::int64_t batch, std::int64_t length) {
   if (!packed) {
     if (total != 0 && total != batch * length) {
       return Status::error(kInvalid,
@@ -94,13 +94,14 @@ Status total_rule(const char* name, bool packed, std::int64_t total, std::int64_
   if (batch == 0 && total != 0) {
     return Status::error(kInvalid, "%s is %" PRId64 "; it must be 0 when batch is 0", name, total);
   }
-  return between(name, total, 0, kMaxCount);
+  Status status = between(name, total, 0, kMaxCount);
+  return status.ok() ? packed_length_rule(length_name, length, batch, name, total) : status;
 }
 Status total_q_rule(const ForwardProblem& p) {
-  return total_rule("total_q", p.packed_q, p.total_q, p.batch, p.seqlen_q);
+  return total_rule("total_q", seqlen_q_name(p), p.packed_q, p.total_q, p.batch, p.seqlen_q);
 }
 Status total_k_rule(const ForwardProblem& p) {
-  return total_rule("total_k", p.packed_k, p.total_k, p.batch, p.seqlen_k);
+  return total_rule("total_k", seqlen_k_name(p), p.packed_k, p.total_k, p.batch, p.seqlen_k);
 }
 
 Status window_rule(const char* name, std::int64_t side) {

@@ -16,6 +16,16 @@ Status validate(const QuantizeProblem& problem);
 Status validate(const DeviceProps& device);
 Status validate(const PlanOptions& options);
 
+// What messages call the length of a sequence: of packed tensors it is the longest sequence's,
+// which Python takes as max_seqlen.
+const char* seqlen_q_name(const ForwardProblem& problem);
+const char* seqlen_k_name(const ForwardProblem& problem);
+
+// That `batch` sequences of at most `length` rows can hold `total`. Kernels visit no row beyond
+// `length`: those would stay as allocated.
+Status packed_length_rule(const char* name, std::int64_t length, std::int64_t batch,
+                          const char* total_name, std::int64_t total);
+
 // Pointers that are missing, superfluous or less aligned than the problem says. A tensor without
 // elements may be null.
 Status validate_tensors(const ForwardProblem& problem, const ForwardTensors& tensors);

@@ -54,7 +54,9 @@ TEST_F(Sequences, MustNotDecrease) {
 
 TEST_F(Sequences, MustNotExceedTheLongest) {
   offsets_ = {0, 1, 2, 7};
-  EXPECT_STREQ(check(), "cu_seqlens_q makes sequence 2 5 long; it must be at most seqlen_q, 4");
+  EXPECT_STREQ(
+      check(),
+      "cu_seqlens_q makes sequence 2 5 long; it must be at most max_seqlen_q (seqlen_q), 4");
 }
 
 TEST_F(Sequences, MustEndAtTheTotal) {
@@ -77,7 +79,8 @@ TEST_F(Sequences, UsedKeysOfDenseSequence) {
 TEST_F(Sequences, OffsetsThatWrapAround) {
   offsets_ = {0, 2147483647, -2147483647 - 1, 7};
   EXPECT_STREQ(check(),
-               "cu_seqlens_q makes sequence 0 2147483647 long; it must be at most seqlen_q, 4");
+               "cu_seqlens_q makes sequence 0 2147483647 long; it must be at most max_seqlen_q "
+               "(seqlen_q), 4");
 }
 
 TEST_F(Sequences, MissingArrays) {

@@ -133,6 +133,31 @@ const BadForward kBadForward[] = {
        p->batch = 0;
      },
      "total_q is 2048; it must be 0 when batch is 0"},
+    {"PackedLengthForgotten",
+     [](ForwardProblem* p) {
+       *p = packed_problem();
+       p->seqlen_q = 0;
+     },
+     "max_seqlen_q (seqlen_q) is 0; with batch 2 and total_q 2048 it must be at least 1024"},
+    {"PackedKeysLengthForgotten",
+     [](ForwardProblem* p) {
+       *p = packed_problem();
+       p->seqlen_k = 0;
+     },
+     "max_seqlen_k (seqlen_k) is 0; with batch 2 and total_k 2048 it must be at least 1024"},
+    {"PackedLengthBelowTheMean",
+     [](ForwardProblem* p) {
+       *p = packed_problem();
+       p->batch = 3;
+       p->seqlen_k = 682;
+     },
+     "max_seqlen_k (seqlen_k) is 682; with batch 3 and total_k 2048 it must be at least 683"},
+    {"PackedLengthNegative",
+     [](ForwardProblem* p) {
+       *p = packed_problem();
+       p->seqlen_k = -1;
+     },
+     "max_seqlen_k (seqlen_k) is -1; it must be from 0 to 536870911"},
     {"WindowLeft", [](ForwardProblem* p) { p->window_left = -2; },
      "window_left is -2; it must be 0 or more, or -1 for unbounded"},
     {"WindowRight", [](ForwardProblem* p) { p->window_right = -7; },
@@ -275,6 +300,21 @@ const BadForward kGoodForward[] = {
      [](ForwardProblem* p) {
        *p = packed_problem();
        p->batch = p->total_q = p->total_k = 0;
+     },
+     ""},
+    {"PackedLengthOfTheMean",
+     [](ForwardProblem* p) {
+       *p = packed_problem();
+       p->batch = 3;
+       p->seqlen_q = p->seqlen_k = 683;
+     },
+     ""},
+    {"PackedMostWork",
+     [](ForwardProblem* p) {
+       *p = packed_problem();
+       p->heads_q = p->heads_k = 1;
+       p->batch = p->total_q = p->total_k = (std::int64_t{1} << 31) - 1;
+       p->seqlen_q = p->seqlen_k = (1 << 29) - 1;
      },
      ""},
     {"DenseTotalsStated", [](ForwardProblem* p) { p->total_q = p->total_k = 2048; }, ""},
