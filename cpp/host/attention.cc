@@ -208,6 +208,8 @@ int explain(RowList<Row> list, const Problem& problem, const DeviceProps& device
     verdict.reason = status.ok() ? consider(list.rows[i], canonical, device, options) : status;
     verdict.chosen = verdict.reason.ok() && !taken;
     taken = taken || verdict.chosen;
+    verdict.closest = &list.rows[i] == closest_row(list, verdict.kernel->backend,
+                                                   forward_part(canonical), dtype_of(canonical));
   }
   return list.count;
 }

@@ -50,6 +50,19 @@ inline ForwardProblem& forward_of(ForwardProblem& problem) {
 inline ForwardProblem& forward_of(BackwardProblem& problem) {
   return problem.forward;
 }
+inline ForwardProblem& forward_of(QuantizeProblem& problem) {
+  return problem.forward;
+}
+
+// Leaves the unit of the softmax to the kernel table; whether that is a change.
+template <class Problem>
+bool forget_softmax(Problem* problem) {
+  SoftmaxOptions& softmax = forward_of(*problem).softmax;
+  const SoftmaxUnit before = softmax.unit;
+  softmax.unit = SoftmaxUnit::automatic;
+  softmax.tensor_quarters = SoftmaxOptions().tensor_quarters;
+  return before != SoftmaxUnit::automatic;
+}
 
 // The smallest set of changes after which `accepts` says yes, which `problem` then has; 0 when none
 // helps.

@@ -177,8 +177,7 @@ inline Request fp8_request(const TensorView& output, const nb::tuple& operands, 
   Request request;
   request.q = output;
   request.device = parse_device(output);
-  request.options.backend = parse_backend(settings.backend);
-  request.problem.softmax = parse_softmax(settings.backend);
+  read_backend(settings.backend, &request);
   request.packed = !settings.cu_seqlens_q.is_none();
   ForwardProblem& problem = request.problem;
   const int heads = request.packed ? 1 : 2;  // axis

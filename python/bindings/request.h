@@ -4,13 +4,15 @@
 #pragma once
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <optional>
 #include <string>
+#include <system_error>
 
 #include "pantile/pantile.h"
 #include "tensor_view.h"
@@ -73,38 +75,68 @@ bool find_named(std::initializer_list<Value> values, const char* (*name_of)(Valu
   return false;
 }
 
-// One item of parse_softmax's text; whether it is known.
-inline bool parse_softmax_item(const std::string& name, const std::string& value,
-                               SoftmaxOptions* softmax) {
+// All of `text` as a number. Unlike strtof and atoi it is the same in every locale, and what is no
+// number is refused.
+template <class Number>
+Number parse_number(const char* name, const std::string& text) {
+  Number number{};
+  const char* const end = text.data() + text.size();
+  const std::from_chars_result result = std::from_chars(text.data(), end, number);
+  if (result.ec != std::errc() || result.ptr != end) {
+    raise_value_error("%s is '%s'; it must be %s", name, text.c_str(),
+                      std::is_integral_v<Number> ? "an integer" : "a number");
+  }
+  return number;
+}
+
+inline float parse_float(const char* name, const std::string& text) {
+  return static_cast<float>(parse_number<double>(name, text));
+}
+
+// The item of a backend's setting that says that the environment chose the softmax, not the call.
+inline constexpr const char* kPreferred = "preferred";
+
+// One item of parse_softmax's text: a name, or name=value; whether it is known.
+inline bool parse_softmax_item(const std::string& item, SoftmaxOptions* softmax) {
+  const std::size_t mark = item.find('=');
+  if (mark == std::string::npos) {
+    if (item == "rows") {
+      softmax->split_rows = true;
+    } else if (item == "lse") {
+      softmax->exact_lse = true;
+    } else if (item != kPreferred) {
+      return find_named({SoftmaxUnit::automatic, SoftmaxUnit::vector, SoftmaxUnit::tensor},
+                        softmax_unit_name, item, &softmax->unit);
+    }
+    return true;
+  }
+  const std::string name = item.substr(0, mark);
+  const std::string value = item.substr(mark + 1);
   if (name == "mode") {
     return find_named({SoftmaxMode::exact, SoftmaxMode::surrogate, SoftmaxMode::fast_scale},
                       softmax_mode_name, value, &softmax->mode);
   }
   if (name == "quarters") {
-    softmax->tensor_quarters = std::atoi(value.c_str());
-  } else if (name == "rows") {
-    softmax->split_rows = true;
+    softmax->tensor_quarters = parse_number<int>("tensor_share in quarters", value);
   } else if (name == "threshold") {
-    softmax->rescale_threshold = std::strtof(value.c_str(), nullptr);
+    softmax->rescale_threshold = parse_float("rescale_threshold", value);
   } else if (name == "offset") {
-    softmax->p_max_offset = std::strtof(value.c_str(), nullptr);
+    softmax->p_max_offset = parse_float("p_max_offset", value);
   } else if (name == "exponent") {
-    softmax->min_exponent_log2 = std::strtof(value.c_str(), nullptr);
-  } else if (name == "lse") {
-    softmax->exact_lse = true;
+    softmax->min_exponent_log2 = parse_float("min_exponent_log2", value);
   } else {
-    return find_named({SoftmaxUnit::automatic, SoftmaxUnit::vector, SoftmaxUnit::tensor},
-                      softmax_unit_name, name, &softmax->unit);
+    return false;
   }
   return true;
 }
 
 // The softmax options of a backend setting, as pantile.Options writes them: behind a semicolon a
 // unit, mode=<name>, quarters=<n>, rows, threshold=<x>, offset=<x>, exponent=<x>, lse (it must be
-// that of the fp32 weights), with commas between them.
-inline SoftmaxOptions parse_softmax(const char* setting) {
+// that of the fp32 weights), preferred, with commas between them. Sets `preferred` if it is there.
+inline SoftmaxOptions parse_softmax(const char* setting, bool* preferred) {
   SoftmaxOptions softmax;
   softmax.exact_lse = false;
+  *preferred = false;
   const char* const start = std::strchr(setting, ';');
   if (start == nullptr) {
     return softmax;
@@ -113,11 +145,10 @@ inline SoftmaxOptions parse_softmax(const char* setting) {
   for (std::size_t begin = 0; begin <= whole.size();) {
     const std::size_t end = std::min(whole.find(',', begin), whole.size());
     const std::string item = whole.substr(begin, end - begin);
-    const std::size_t mark = std::min(item.find('='), item.size());
-    const std::string value = mark < item.size() ? item.substr(mark + 1) : "";
-    if (!parse_softmax_item(item.substr(0, mark), value, &softmax)) {
+    if (!parse_softmax_item(item, &softmax)) {
       raise_value_error("softmax is '%s'; there is no '%s' in it", whole.c_str(), item.c_str());
     }
+    *preferred = *preferred || item == kPreferred;
     begin = end + 1;
   }
   return softmax;
@@ -257,7 +288,13 @@ struct Request {
   Device device;
   PlanOptions options;
   bool packed = false;
+  bool softmax_preferred = false;  // the softmax gives way where no kernel has it
 };
+
+inline void read_backend(const char* setting, Request* request) {
+  request->options.backend = parse_backend(setting);
+  request->problem.softmax = parse_softmax(setting, &request->softmax_preferred);
+}
 
 inline void read_dense(Request* request) {
   const TensorView &q = request->q, &k = request->k, &v = request->v;
@@ -322,8 +359,7 @@ inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Sett
   require_like(request.k, request.q);
   require_like(request.v, request.q);
   request.device = parse_device(request.q);
-  request.options.backend = parse_backend(settings.backend);
-  problem.softmax = parse_softmax(settings.backend);
+  read_backend(settings.backend, &request);
   request.packed = !settings.cu_seqlens_q.is_none();
   if (request.packed) {
     read_packed(settings, &request);

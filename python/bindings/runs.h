@@ -11,6 +11,7 @@
 #include "planner.h"
 #include "request.h"
 #include "scratch.h"
+#include "unlocked.h"
 
 namespace pantile::python {
 
@@ -181,13 +182,16 @@ unsigned plan_and_run(const Request& request, Problem* problem, const Tensors& t
     if (bits != 0) {
       return bits;
     }
+    if (request.softmax_preferred && forget_softmax(problem)) {
+      return plan_and_run<Plan>(request, problem, tensors, pass, operands);
+    }
   }
   raise_unless_ok(status);
   const Plan plan = *found;  // the cache may change while the GIL is released
   void* stream = stream_of(request.device);
   const Lent workspace = lend(plan.workspace, request.device, stream, pass);
   {
-    nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     status = run_plan(plan, tensors, workspace.pointer, stream);
   }
   if (status.ok()) {
@@ -240,6 +244,7 @@ inline nb::list verdict_list(const std::vector<Verdict>& verdicts) {
     row["kernel"] = verdict.kernel->name;
     row["backend"] = backend_name(verdict.kernel->backend);
     row["chosen"] = verdict.chosen;
+    row["closest"] = verdict.closest;
     row["reason"] = verdict.reason.message();  // empty: the row would serve
     rows.append(row);
   }
@@ -260,6 +265,10 @@ nb::dict explain_pass(const Request& request, Problem* problem,
   if (status.code() == StatusCode::unsupported) {
     copies |= what_helps<Plan>(problem, device, request.options, operands);
     status = make_plan(*problem, device, request.options, &plan);
+  }
+  if (status.code() == StatusCode::unsupported && request.softmax_preferred &&
+      forget_softmax(problem)) {
+    return explain_pass<Plan>(request, problem, operands);
   }
   if (status.code() == StatusCode::invalid_argument) {
     raise_unless_ok(status);

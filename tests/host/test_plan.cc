@@ -1,6 +1,7 @@
 // Planning and explaining, on invented devices: no GPU is needed.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -246,6 +247,27 @@ TEST(Explain, RespectsCapacity) {
   EXPECT_NE(one.kernel, nullptr);
   EXPECT_EQ(explain_backward(backward_problem(), cpu_device(), {}, nullptr, 0),
             host::backward_rows().count);
+}
+
+TEST(Explain, TheClosestRowOfABackendGivesTheReasonOfTheRefusal) {
+  ForwardProblem problem = forward_problem();
+  problem.head_dim = problem.head_dim_v = 512;
+  set_contiguous(&problem);
+  ForwardPlan plan;
+  const Status refused = plan_forward(problem, h100(), {}, &plan);
+  std::vector<Backend> backends;
+  for (const Verdict& verdict : explain(problem, h100())) {
+    if (verdict.closest) {
+      backends.push_back(verdict.kernel->backend);
+      const std::string part =
+          std::string(backend_name(verdict.kernel->backend)) + ": " + verdict.reason.message();
+      EXPECT_EQ(contains(refused.message(), part), verdict.kernel->backend != Backend::reference)
+          << part;
+    }
+  }
+  EXPECT_EQ(backends.size(), 4u);  // one row of each backend
+  std::sort(backends.begin(), backends.end());
+  EXPECT_EQ(std::unique(backends.begin(), backends.end()), backends.end());
 }
 
 TEST(Explain, InvalidProblemsGiveOneReasonEverywhere) {

@@ -37,7 +37,8 @@ PANTILE_API Status check_sequences(const ForwardProblem& problem, const ForwardT
 struct Verdict {
   const KernelInfo* kernel = nullptr;
   bool chosen = false;
-  Status reason;  // ok for the chosen row and for rows that would also have served
+  bool closest = false;  // of its backend the row that is most like the problem
+  Status reason;         // ok for the chosen row and for rows that would also have served
 };
 PANTILE_API int explain_forward(const ForwardProblem& problem, const DeviceProps& device,
                                 const PlanOptions& options, Verdict* verdicts, int capacity);
