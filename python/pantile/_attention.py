@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numbers
 import sys
 from typing import Any
 
+from pantile._arguments import flag, is_symbolic, length, real, shown
 from pantile._explain import Explanation, explain_call, explain_fp8_call
 from pantile._masks import window_bounds
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
@@ -23,8 +23,8 @@ _tensor_type = None  # torch.Tensor then
 def load_torch() -> None:
     """Registers the torch operators, if the program has imported torch."""
     global _torch_ops, _tensor_type
-    if _torch_ops is None and "torch" in sys.modules:
-        from pantile import _fp8_ops, _ops  # noqa: F401 (registers its operators)
+    if _torch_ops is None and sys.modules.get("torch") is not None:  # None: its import is barred
+        from pantile import _fp8_ops, _kept, _ops  # noqa: F401 (they register operators)
 
         _torch_ops, _tensor_type = _ops, _ops.Tensor
 
@@ -35,7 +35,7 @@ def _engine(q: object) -> Any:
         load_torch()
     if _torch_ops is not None and isinstance(q, _torch_ops.Tensor):
         return _torch_ops
-    if "numpy" in sys.modules:
+    if sys.modules.get("numpy") is not None:
         from pantile import _numpy
 
         if isinstance(q, _numpy.np.ndarray):
@@ -44,24 +44,15 @@ def _engine(q: object) -> Any:
 
 
 def _scale(scale: object) -> float | None:
-    if scale is None or type(scale) is float:
+    if scale is None or is_symbolic(scale):
         return scale
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        symbolic = type(scale).__name__ in ("SymFloat", "SymInt")  # a traced number
-        if not symbolic:
-            raise TypeError(f"scale is {scale!r}; it must be a real number or None")
-        return scale
-    return float(scale)
+    return real("scale", scale, "a real number or None")
 
 
 def _check_flags(return_lse: object, return_max_logit: object, deterministic: object) -> None:
-    for name, value in (
-        ("return_lse", return_lse),
-        ("return_max_logit", return_max_logit),
-        ("deterministic", deterministic),
-    ):
-        if value is not True and value is not False:
-            raise TypeError(f"{name} is {value!r}; it must be True or False")
+    flag("return_lse", return_lse)
+    flag("return_max_logit", return_max_logit)
+    flag("deterministic", deterministic)
 
 
 def _extras(return_max_logit: bool, options: Options) -> tuple[bool, bool] | None:
@@ -71,12 +62,26 @@ def _extras(return_max_logit: bool, options: Options) -> tuple[bool, bool] | Non
     return None
 
 
-def _length(name: str, value: object) -> int:
-    if type(value) is int or type(value).__name__ == "SymInt":  # first: also what tracing sees
-        return value
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} is {value!r}; it must be an integer")
-    return value.__index__()  # a NumPy integer, or a tensor of one element, which waits for it
+def _longest(name: str, value: object) -> int:
+    """max_seqlen_q or max_seqlen_k of packed tensors: it cannot be left out."""
+    if value is None:
+        raise TypeError(f"{name} is missing; it must be the length of the longest sequence")
+    tracing = _torch_ops is not None and _torch_ops._is_compiling()
+    return length(name, value, in_range=not tracing)  # a graph is checked when it runs
+
+
+def _check_rows(which: str, x: Any, cu_seqlens: Any, longest: int) -> None:
+    """That sequences of at most ``longest`` rows can fill x: total_rule of validate.cc, which
+    tensors without memory do not reach."""
+    if getattr(x, "ndim", 0) != 3 or getattr(cu_seqlens, "ndim", 0) != 1:
+        return  # refused elsewhere
+    total, batch = x.shape[0], cu_seqlens.shape[0] - 1
+    symbolic = any(is_symbolic(n) for n in (total, batch, longest))
+    if not symbolic and batch > 0 and total > batch * longest:
+        raise ValueError(
+            f"max_seqlen_{which} is {longest}; with batch {batch} and total_{which} {total} it "
+            f"must be at least {-(-total // batch)}"
+        )
 
 
 def _refuse_extras(return_max_logit: bool, options: Options) -> None:
@@ -188,34 +193,33 @@ def attention(
     return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
 
 
-def _packed_settings(
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    seqused_q,
-    seqused_k,
-    causal,
-    window,
-    scale,
-    backend: str,
-) -> tuple:
-    for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+def packed_lengths(q, k, lengths: tuple, longest: tuple) -> tuple:
+    """The six settings of packed tensors, from cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k and
+    the two max_seqlen."""
+    for name, value in zip(("cu_seqlens_q", "cu_seqlens_k"), lengths, strict=False):
         if value is None:
             raise TypeError(f"{name} is None; it must be an int32 tensor of batch + 1 offsets")
+    longest = (_longest("max_seqlen_q", longest[0]), _longest("max_seqlen_k", longest[1]))
+    if getattr(q, "is_meta", False):
+        _check_rows("q", q, lengths[0], longest[0])
+        _check_rows("k", k, lengths[1], longest[1])
+    return (*lengths, *longest)
+
+
+def _packed_settings(q, k, lengths: tuple, longest: tuple, causal, window, scale, backend) -> tuple:
     left, right = window_bounds(causal, window)
-    return (
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        _length("max_seqlen_q", max_seqlen_q),
-        _length("max_seqlen_k", max_seqlen_k),
-        _scale(scale),
-        left,
-        right,
-        backend,
-    )
+    return (*packed_lengths(q, k, lengths, longest), _scale(scale), left, right, backend)
+
+
+def require_no_lengths(lengths: tuple, longest: tuple) -> None:
+    """Of dense tensors: what belongs to packed ones must be left out."""
+    names = ("seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+    for name, value in zip(names, (*lengths[2:], *longest), strict=True):
+        if value is not None:
+            raise ValueError(
+                f"{name} is {shown(value)}; lengths need cu_seqlens_q and cu_seqlens_k, or must be "
+                "left out"
+            )
 
 
 def varlen_attention(
@@ -224,8 +228,8 @@ def varlen_attention(
     v=None,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
     seqused_q=None,
     seqused_k=None,
@@ -247,7 +251,8 @@ def varlen_attention(
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. They start at 0, never decrease and end at
             the total. Their contents are checked on the CPU, and on a GPU when
             ``options.checked`` asks for it.
-        max_seqlen_q, max_seqlen_k: no sequence is longer than these.
+        max_seqlen_q, max_seqlen_k: no sequence is longer than these: what lies beyond them is not
+            computed on a GPU. Neither has a default.
         seqused_q, seqused_k: int32 ``[batch]``: only the first ``seqused[b]`` rows of sequence b
             exist. The others give o = 0 and lse = -inf, and take no part in anything.
         causal, window, scale, return_lse, return_max_logit, deterministic, options: as in
@@ -263,23 +268,14 @@ def varlen_attention(
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
     backend = options.backend_setting(return_lse)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    longest = (max_seqlen_q, max_seqlen_k)
     if type(q) is Quantized:
-        if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
+        if any(x is not None for x in (*lengths, *longest)):
             raise TypeError("q is pantile.Quantized, which knows its sequences; leave theirs out")
         settings = _dense_settings(causal, window, scale, backend)
         return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
-    settings = _packed_settings(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_q,
-        seqused_k,
-        causal,
-        window,
-        scale,
-        backend,
-    )
+    settings = _packed_settings(q, k, lengths, longest, causal, window, scale, backend)
     return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
 
 
@@ -289,8 +285,8 @@ def explain(
     v,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
     seqused_q=None,
     seqused_k=None,
@@ -301,40 +297,34 @@ def explain(
     return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
+    verbose: bool = False,
 ) -> Explanation:
     """What :func:`attention` (or, with ``cu_seqlens``, :func:`varlen_attention`) would do.
 
     Takes the arguments of those calls, runs nothing, and answers with a printable object: the
-    kernel of each pass, its tiles and workspace, the copies made first, and why each other row of
-    the kernel table was refused.
+    kernel of each pass, its tiles and workspace, the copies made first, and a line for each
+    backend that says why it does not serve. With ``verbose`` it prints one for each row of the
+    kernel table; ``rows`` of each pass holds them in any case.
     """
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
+    flag("verbose", verbose)
     backend = options.backend_setting(return_lse)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    longest = (max_seqlen_q, max_seqlen_k)
     if cu_seqlens_q is None and cu_seqlens_k is None:
-        if seqused_q is not None or seqused_k is not None:
-            raise ValueError("seqused_q and seqused_k need cu_seqlens_q and cu_seqlens_k")
+        require_no_lengths(lengths, longest)
         settings = _dense_settings(causal, window, scale, backend)
     else:
-        settings = _packed_settings(
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            seqused_q,
-            seqused_k,
-            causal,
-            window,
-            scale,
-            backend,
-        )
+        settings = _packed_settings(q, k, lengths, longest, causal, window, scale, backend)
     engine = _engine(q)
-    operands = engine.prepare(q, k, v, settings[:4])
+    operands = engine.prepare(q, k, v, lengths)
     settings = engine.final_settings(q, settings)
     if not options.fp8:
-        return explain_call(operands, settings, deterministic, _extras(return_max_logit, options))
+        extras = _extras(return_max_logit, options)
+        return explain_call(operands, settings, deterministic, extras, verbose)
     _refuse_extras(return_max_logit, options)
     _require_torch(engine)
     rounded = _fp8_ops().like_backward(operands)
     fp8 = (*FP8_FORMAT, options.fp8_exp)
-    return explain_fp8_call(operands, rounded, settings, fp8, deterministic)
+    return explain_fp8_call(operands, rounded, settings, fp8, deterministic, verbose)

@@ -19,6 +19,11 @@ class Verdict:
     backend: str
     chosen: bool
     reason: str  # why the row was refused; empty when it would serve
+    closest: bool = False  # of its backend's rows the one that is most like the call
+
+
+def _verdict(row: Verdict) -> str:
+    return "chosen" if row.chosen else row.reason or "would serve, comes later"
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class PassExplanation:
     folds_scale: bool = False  # q is copied times -1 or 0, and scale made positive
     o_low: bool = False  # the pass writes or reads 8 more bits of a 16-bit output
 
-    def lines(self, title: str) -> list[str]:
+    def lines(self, title: str, verbose: bool = False) -> list[str]:
         if self.kernel is None:
             head = f"{title}: no kernel. {self.reason}"
         else:
@@ -57,10 +62,27 @@ class PassExplanation:
             lines.append("  copies inputs first, with head dims padded to multiples of 8")
         if self.folds_scale:
             lines.append("  copies q first, times the sign of scale, for a positive scale")
-        width = max((len(row.kernel) for row in self.rows), default=0)
-        for row in self.rows:
-            verdict = "chosen" if row.chosen else row.reason or "would serve, comes later"
-            lines.append(f"  {row.kernel:<{width}}  {verdict}")
+        verdicts = self._rows() if verbose else self._backends()
+        width = max((len(name) for name, _ in verdicts), default=0)
+        lines += [f"  {name:<{width}}  {verdict}" for name, verdict in verdicts]
+        return lines
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """Each row of the kernel table and what became of it."""
+        return [(row.kernel, _verdict(row)) for row in self.rows]
+
+    def _backends(self) -> list[tuple[str, str]]:
+        """The same, a line for each backend: the row that serves, or that is most like the call."""
+        lines = []
+        for backend in dict.fromkeys(row.backend for row in self.rows):
+            rows = [row for row in self.rows if row.backend == backend]
+            serving = [row for row in rows if not row.reason]
+            if serving:
+                row = next((row for row in serving if row.chosen), serving[0])
+                lines.append((backend, f"{_verdict(row)}: {row.kernel}"))
+            else:
+                row = next((row for row in rows if row.closest), rows[0])
+                lines.append((backend, f"none of {len(rows)} kernels: {row.reason}"))
         return lines
 
 
@@ -71,11 +93,13 @@ class Explanation:
     forward: PassExplanation
     backward: PassExplanation
     quantize: PassExplanation | None = None  # with Options(fp8=True)
+    verbose: bool = False  # prints every row of the kernel table, not one line for each backend
 
     def __str__(self) -> str:
-        lines = self.forward.lines("forward") + self.backward.lines("backward")
+        lines = self.forward.lines("forward", self.verbose)
+        lines += self.backward.lines("backward", self.verbose)
         if self.quantize is not None:
-            lines = self.quantize.lines("quantize") + lines
+            lines = self.quantize.lines("quantize", self.verbose) + lines
         return "\n".join(lines)
 
 
@@ -87,14 +111,18 @@ def _pass(answer: dict) -> PassExplanation:
     return PassExplanation(**{**answer, "copies": copies, "rows": rows, **changes})
 
 
-def explain_call(operands, settings: tuple, deterministic: bool, extras) -> Explanation:
+def explain_call(
+    operands, settings: tuple, deterministic: bool, extras, verbose: bool
+) -> Explanation:
     """``extras``: (max_logit, output_f32), or None when neither is wanted."""
     answers = _C.explain(*operands, *settings, deterministic, *(extras or (False, False)))
-    return Explanation(*map(_pass, answers))
+    return Explanation(*map(_pass, answers), verbose=verbose)
 
 
-def explain_fp8_call(operands, rounded, settings, fp8: tuple, deterministic: bool) -> Explanation:
+def explain_fp8_call(
+    operands, rounded, settings, fp8: tuple, deterministic: bool, verbose: bool
+) -> Explanation:
     """``rounded``: the operands as the backward takes them; ``fp8``: the format and fp8_exp."""
     quantize, forward = map(_pass, _C.explain_fp8(*operands, *settings, *fp8))
     backward = _pass(_C.explain(*rounded, *settings, deterministic)[1])
-    return Explanation(forward, backward, quantize)
+    return Explanation(forward, backward, quantize, verbose)

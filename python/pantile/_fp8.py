@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
-from pantile._attention import _engine, _fp8_ops, _length, _require_torch
+from typing import Any
+
+from pantile._arguments import flag, integer, real, shown
+from pantile._attention import (
+    _engine,
+    _fp8_ops,
+    _require_torch,
+    packed_lengths,
+    require_no_lengths,
+)
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
 from pantile._quantized import Quantized
 
 _BLOCKS = (64, 128)
 _BLOCKS_Q = (1, 64, 128)
+_SMALLEST, _LARGEST = 2.0**-149, (2.0 - 2.0**-23) * 2.0**127  # positive numbers of float32
 
 
 def _rows(name: str, value: object, allowed: tuple[int, ...]) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; it must be an integer")
-    if value not in allowed:
-        raise ValueError(f"{name} is {value}; it must be one of {', '.join(map(str, allowed))}")
-    return value
+    rows = integer(name, value)
+    if rows not in allowed:
+        allowed_text = ", ".join(map(str, allowed))
+        raise ValueError(f"{name} is {shown(value)}; it must be one of {allowed_text}")
+    return rows
 
 
 def _flag(name: str, value: object) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be True, False or None")
-    return value
+    return None if value is None else flag(name, value, "True, False or None")
+
+
+def _descale(name: str, value: object, q: Any, ops: Any) -> object:
+    """A tensor, None, or a number within the range of float32."""
+    if value is None:
+        return None
+    if isinstance(value, ops.Tensor):
+        ops._check_operand(name, value, q)
+        return value
+    number = real(name, value, "a number or a float32 tensor")
+    if not _SMALLEST <= number <= _LARGEST:
+        raise ValueError(f"{name} is {shown(value)}; it must be positive and finite")
+    return number
+
+
+def _check_bounds(name: str, cu_seqlens: Any) -> None:
+    """That they count sequences: operands are allocated for them before the bindings look."""
+    if cu_seqlens.ndim != 1:
+        raise ValueError(
+            f"{name} has {cu_seqlens.ndim} dimensions; it must have 1: one entry per sequence"
+        )
+    if cu_seqlens.shape[0] == 0:
+        raise ValueError(f"{name} is empty; it must hold batch + 1 entries")
 
 
 def quantize(
@@ -30,8 +61,8 @@ def quantize(
     v,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
     seqused_q=None,
     seqused_k=None,
@@ -78,20 +109,29 @@ def quantize(
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     block = _rows("block", block, _BLOCKS)
     block_q = block if block_q is None else _rows("block_q", block_q, _BLOCKS_Q)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    longest = (max_seqlen_q, max_seqlen_k)
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"{name} is None; both must be int32 tensors of batch + 1 offsets, or None")
-    if cu_seqlens_q is None and (seqused_q is not None or seqused_k is not None):
-        raise ValueError("seqused_q and seqused_k need cu_seqlens_q and cu_seqlens_k")
-    longest = _length("max_seqlen_q", max_seqlen_q), _length("max_seqlen_k", max_seqlen_k)
-    settings = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *longest, options.backend)
-    _require_torch(_engine(q))
+    if cu_seqlens_q is None:
+        require_no_lengths(lengths, longest)
+        packing = (*lengths, 0, 0)
+    else:
+        packing = packed_lengths(q, k, lengths, longest)
+    engine = _engine(q)
+    _require_torch(engine)
+    engine.prepare(q, k, v, lengths)
+    if cu_seqlens_q is not None:
+        _check_bounds("cu_seqlens_q", cu_seqlens_q)
+        _check_bounds("cu_seqlens_k", cu_seqlens_k)
+    descales = {"descale_q": descale_q, "descale_k": descale_k, "descale_v": descale_v}
     return _fp8_ops().quantize(
         q,
         k,
         v,
-        settings,
-        (descale_q, descale_k, descale_v),
+        (*packing, options.backend),
+        tuple(_descale(name, value, q, engine) for name, value in descales.items()),
         block_q,
         block,
         _flag("hadamard", hadamard),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from pantile._arguments import MAX_SEQLEN, integer, is_symbolic, shown
+
 UNBOUNDED = -1
 
 
 def _bound(name: str, value: object) -> int:
     if value is None:
         return UNBOUNDED
-    if type(value) is not int:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} is {value!r}; it must be an integer or None")
-        value = value.__index__()
+    if not is_symbolic(value):
+        value = integer(name, value, "an integer or None")
     if value < UNBOUNDED:
-        raise ValueError(f"{name} is {value}; it must be 0 or more, or -1 or None for unbounded")
-    return value
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be 0 or more, or -1 or None for unbounded"
+        )
+    return MAX_SEQLEN if value > MAX_SEQLEN else value  # no sequence reaches further
 
 
 def window_bounds(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
@@ -24,11 +26,11 @@ def window_bounds(causal: bool, window: tuple[int | None, int | None] | None) ->
     right = 0, and combines with a window by the smaller bound.
     """
     if causal is not False and causal is not True:
-        raise TypeError(f"causal is {causal!r}; it must be True or False")
+        raise TypeError(f"causal is {shown(causal)}; it must be True or False")
     if window is None:
         return UNBOUNDED, 0 if causal else UNBOUNDED
     if not isinstance(window, tuple | list) or len(window) != 2:
-        raise TypeError(f"window is {window!r}; it must be a pair (left, right) or None")
+        raise TypeError(f"window is {shown(window)}; it must be a pair (left, right) or None")
     left = _bound("window[0]", window[0])
     right = _bound("window[1]", window[1])
     return left, 0 if causal else right

@@ -15,9 +15,20 @@ def _is_bfloat16(dtype: np.dtype) -> bool:
     return dtype.name == "bfloat16" and dtype.itemsize == 2
 
 
-def _check(name: str, x: object) -> None:
+def check_plain(name: str, x: object, like: str = "q") -> None:
+    """An array whose values say everything: a mask, or a unit, would be lost without a word."""
     if not isinstance(x, np.ndarray):
-        raise TypeError(f"{name} is a {type(x).__name__}; it must be a numpy.ndarray like q")
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a numpy.ndarray like {like}")
+    if type(x) not in (np.ndarray, np.memmap):
+        masked = isinstance(x, np.ma.MaskedArray)
+        cure = "filled() or numpy.ma.getdata()" if masked else "numpy.asarray()"
+        raise TypeError(
+            f"{name} is a {type(x).__name__}; it must be a plain numpy.ndarray, which {cure} gives"
+        )
+
+
+def _check(name: str, x: object) -> None:
+    check_plain(name, x)
     native = x.dtype.isnative and x.dtype.name in ("float32", "float16")
     if not native and not _is_bfloat16(x.dtype):
         raise TypeError(
@@ -27,8 +38,7 @@ def _check(name: str, x: object) -> None:
 
 
 def _check_lengths(name: str, x: object) -> None:
-    if not isinstance(x, np.ndarray):
-        raise TypeError(f"{name} is a {type(x).__name__}; it must be a numpy.ndarray like q")
+    check_plain(name, x)
     if x.dtype != np.int32:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be int32")
 

@@ -3,64 +3,66 @@
 from __future__ import annotations
 
 import logging
-import numbers
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from pantile._arguments import choice, dtype_name, flag, real, shown
 
 BACKENDS = ("auto", "hopper", "ampere", "cpu", "reference")
 FP8_EXPS = ("code", "mixed", "exp2")
-_FLOAT32 = ("float32", "torch.float32", "<class 'numpy.float32'>")
 FLOAT32_PRECISIONS = ("auto", "highest", "tf32")
 SOFTMAX_UNITS = ("auto", "vector", "tensor")
 SOFTMAX_MODES = ("exact", "surrogate", "fast_scale")
 TENSOR_SHARES = (0.0, 0.25, 0.5, 1.0)
+_SHARES_TEXT = ", ".join(f"{share:g}" for share in TENSOR_SHARES)
 TENSOR_SPLITS = ("keys", "rows")
 _LOG_LEVELS = ("debug", "info", "warning")
 
 
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-    return value
+class _PreferredUnit(str):
+    """A softmax unit that the environment chose: it gives way where no kernel has it."""
+
+    __slots__ = ()
+
+
+class _PreferredShare(float):
+    """A tensor share that the environment chose: not for calls without a tensor softmax."""
+
+    __slots__ = ()
+
+
+def _of_environment(name: str, allowed: tuple[str, ...]) -> str:
+    return choice(f"environment variable {name}", os.environ.get(name, "auto"), allowed)
 
 
 # Read once, when pantile is imported.
-_DEFAULT_BACKEND = _choice(
-    "environment variable PANTILE_BACKEND", os.environ.get("PANTILE_BACKEND", "auto"), BACKENDS
-)
-
-_DEFAULT_SOFTMAX = _choice(
-    "environment variable PANTILE_SOFTMAX", os.environ.get("PANTILE_SOFTMAX", "auto"), SOFTMAX_UNITS
-)
+_DEFAULT_BACKEND = _of_environment("PANTILE_BACKEND", BACKENDS)
+_DEFAULT_SOFTMAX = _PreferredUnit(_of_environment("PANTILE_SOFTMAX", SOFTMAX_UNITS))
 
 
 def _tensor_share(name: str, value: object) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or value not in TENSOR_SHARES:
-        allowed = ", ".join(f"{share:g}" for share in TENSOR_SHARES)
-        raise ValueError(f"{name} is {value!r}; it must be one of {allowed}, or None for the table")
-    return float(value)
+    rule = f"one of {_SHARES_TEXT}, or None for the table"
+    share = real(name, value, rule)
+    if share not in TENSOR_SHARES:
+        raise ValueError(f"{name} is {shown(value)}; it must be {rule}")
+    return share
 
 
 def _share_of_environment() -> float | None:
-    text = os.environ.get("PANTILE_TENSOR_SHARE", "auto")
+    name = "PANTILE_TENSOR_SHARE"
+    text = os.environ.get(name, "auto")
     if text == "auto":
         return None
-    try:
-        value: object = float(text)
-    except ValueError:
-        value = text
-    return _tensor_share("environment variable PANTILE_TENSOR_SHARE", value)
+    for share in TENSOR_SHARES:
+        if text in (f"{share:g}", f"{share}"):
+            return _PreferredShare(share)
+    rule = f"it must be one of {_SHARES_TEXT}, or auto"
+    raise ValueError(f"environment variable {name} is {text!r}; {rule}")
 
 
 _DEFAULT_TENSOR_SHARE = _share_of_environment()
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {value!r}; it must be a real number")
-    return float(value)
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,11 @@ class Options:
         cores (FlashAttention-T, docs/flashattention-t.md), or ``"auto"``, whatever measured
         fastest. A tensor softmax gives the LSE of the weights as they were rounded for the
         product with V; ``auto`` takes none where the LSE is returned. Default:
-        ``PANTILE_SOFTMAX``, or auto.
+        ``PANTILE_SOFTMAX``, or auto. What the environment chose holds for the calls that a kernel
+        serves that way; others are as with auto.
     tensor_share: share of the scores that tensor products scale: 0, 0.25, 0.5, 1, or None for the
-        table's. More than 0 needs ``softmax="tensor"``. Default: ``PANTILE_TENSOR_SHARE``, or None.
+        table's. More than 0 needs ``softmax="tensor"``. Default: ``PANTILE_TENSOR_SHARE``, or None;
+        calls without a tensor softmax do not read the variable.
     tensor_split: whether that share is taken by ``"keys"`` or, at 0.5, by ``"rows"``.
     softmax_mode: ``"exact"``; ``"surrogate"``, one reference for 16 rows as in the paper, except
         for rows that it would cost their accuracy; ``"fast_scale"``, the scale folded into Q,
@@ -116,8 +120,6 @@ class Options:
     rescale_threshold: float = 8.0
     p_max_offset: float = 0.0
     min_exponent_log2: float = -100.0
-    # What the operators are told of it all: without and with an LSE that the call returns.
-    backend_settings: tuple[str, str] = field(init=False, repr=False, compare=False)
 
     def backend_setting(self, return_lse: bool) -> str:
         """What the operators are told, for a call that returns its LSE or not."""
@@ -125,35 +127,58 @@ class Options:
         return with_lse if return_lse else plain
 
     def __post_init__(self) -> None:
-        _choice("backend", self.backend, BACKENDS)
-        _choice("float32_precision", self.float32_precision, FLOAT32_PRECISIONS)
-        _choice("fp8_exp", self.fp8_exp, FP8_EXPS)
+        choice("backend", self.backend, BACKENDS)
+        choice("float32_precision", self.float32_precision, FLOAT32_PRECISIONS)
+        choice("fp8_exp", self.fp8_exp, FP8_EXPS)
         for name in ("checked", "fp8"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+            flag(name, getattr(self, name))
         if self.output_dtype is not None and not self.output_f32:
-            raise ValueError(f"output_dtype is {self.output_dtype!r}; it must be None or float32")
-        _choice("softmax", self.softmax, SOFTMAX_UNITS)
+            text = shown(self.output_dtype)
+            raise ValueError(f"output_dtype is {text}; it must be None or float32")
+        choice("softmax", self.softmax, SOFTMAX_UNITS)
         _tensor_share("tensor_share", self.tensor_share)
-        _choice("tensor_split", self.tensor_split, TENSOR_SPLITS)
-        _choice("softmax_mode", self.softmax_mode, SOFTMAX_MODES)
+        choice("tensor_split", self.tensor_split, TENSOR_SPLITS)
+        choice("softmax_mode", self.softmax_mode, SOFTMAX_MODES)
         for name in ("rescale_threshold", "p_max_offset", "min_exponent_log2"):
-            _number(name, getattr(self, name))
+            real(name, getattr(self, name))
+        # What the operators are told of it all: without and with an LSE that the call returns. No
+        # field: Options(**dataclasses.asdict(options)) makes an equal one.
         settings = tuple(self._backend_setting(exact) for exact in (False, True))
         object.__setattr__(self, "backend_settings", settings)
 
     @property
     def output_f32(self) -> bool:
-        return self.output_dtype is not None and str(self.output_dtype) in _FLOAT32
+        return dtype_name(self.output_dtype) == "float32"
+
+    @property
+    def _share(self) -> float | None:
+        """The tensor share, unless only the environment speaks of one and the call has no use."""
+        chosen_for_it = self.softmax == "tensor" and self.softmax_mode == "exact"
+        if isinstance(self.tensor_share, _PreferredShare) and not chosen_for_it:
+            return None
+        return self.tensor_share
+
+    @property
+    def _softmax_gives_way(self) -> bool:
+        """Whether only the environment asks for this unit: no other option of the call needs it."""
+        return (
+            isinstance(self.softmax, _PreferredUnit)
+            and self.softmax != "auto"
+            and (self.tensor_share is None or isinstance(self.tensor_share, _PreferredShare))
+            and self.tensor_split == "keys"
+            and self.softmax_mode == "exact"
+        )
 
     def _backend_setting(self, exact_lse: bool) -> str:
         """The operators' setting ``backend``: with it travel the softmax options that are not the
         defaults, and the precision of float32 if one is asked for."""
-        items = [self.softmax] if self.softmax != "auto" else []
+        items = [str(self.softmax)] if self.softmax != "auto" else []
+        if self._softmax_gives_way:
+            items.append("preferred")
         if self.softmax_mode != "exact":
             items.append(f"mode={self.softmax_mode}")
-        if self.tensor_share is not None:
-            items.append(f"quarters={round(4 * self.tensor_share)}")
+        if self._share is not None:
+            items.append(f"quarters={round(4 * self._share)}")
         if self.tensor_split == "rows":
             items.append("rows")
         if self.rescale_threshold != 8.0:
@@ -175,7 +200,7 @@ DEFAULT_OPTIONS = Options()
 def resolve_options(options: object) -> Options:
     if isinstance(options, Options):
         return options
-    raise TypeError(f"options is {options!r}; it must be a pantile.Options or None")
+    raise TypeError(f"options is {shown(options)}; it must be a pantile.Options or None")
 
 
 log = logging.getLogger("pantile")
@@ -185,7 +210,7 @@ def configure_logging() -> bool:
     """``PANTILE_LOG=debug|info|warning`` sends the logger to stderr; True when plans are wanted."""
     level = os.environ.get("PANTILE_LOG", "")
     if level:
-        _choice("environment variable PANTILE_LOG", level, _LOG_LEVELS)
+        choice("environment variable PANTILE_LOG", level, _LOG_LEVELS)
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("pantile: %(message)s"))
         log.addHandler(handler)

@@ -393,15 +393,25 @@ CASES = {
         ValueError,
         "cu_seqlens_q[2] is 8; the last offset must be total_q, 7",
     ),
-    "max_seqlen_small": (
-        varlen(max_seqlen_q=3),
+    "sequence_too_long": (
+        varlen(cu_seqlens_q=int32(0, 2, 7)),
         ValueError,
-        "cu_seqlens_q makes sequence 1 4 long; it must be at most seqlen_q, 3",
+        "cu_seqlens_q makes sequence 1 5 long; it must be at most max_seqlen_q (seqlen_q), 4",
     ),
     "max_seqlen_negative": (
         varlen(max_seqlen_k=-1),
         ValueError,
-        "seqlen_k is -1; it must be from 0 to 536870911",
+        "max_seqlen_k is -1; it must be from 0 to 536870911",
+    ),
+    "max_seqlen_too_long": (
+        varlen(max_seqlen_q=2**29),
+        ValueError,
+        "max_seqlen_q is 536870912; it must be from 0 to 536870911",
+    ),
+    "max_seqlen_forgotten": (
+        varlen(max_seqlen_q=None),
+        TypeError,
+        "max_seqlen_q is missing; it must be the length of the longest sequence",
     ),
     "max_seqlen_float": (
         varlen(max_seqlen_q=4.0),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+
 import numpy as np
 import pantile
 import pytest
@@ -135,6 +138,132 @@ def test_without_torch():
     version, message = output.splitlines()
     assert version == f"{pantile.__version__} True False"
     assert message == "q is a list; it must be a torch.Tensor or a numpy.ndarray"
+
+
+@pytest.mark.parametrize("barred", ["torch", "numpy"])
+def test_modules_that_are_barred_from_import(barred):
+    """``sys.modules[name] = None`` is Python's way to say so: the name is there, the module not."""
+    other = "numpy" if barred == "torch" else "torch"
+    output = run_python(
+        f"""
+        import sys
+
+        sys.modules["{barred}"] = None
+        import {other}
+        import pantile
+
+        pantile.load_torch()
+        q = {other}.ones((1, 3, 1, 8), dtype={other}.float32)
+        print(pantile.attention(q, q, q).shape[1], pantile._info.tensor_path() != "")
+        part = pantile.attention(q, q, q, return_lse=True)
+        print(pantile.merge_attention([part, part])[0].shape[1])
+        try:
+            pantile.attention([1], q, q)
+        except TypeError as error:
+            print(error)
+        """
+    )
+    *answers, message = output.splitlines()
+    assert answers == ["3 True", "3"]
+    assert message == "q is a list; it must be a torch.Tensor or a numpy.ndarray"
+
+
+MASKED = "it must be a plain numpy.ndarray, which filled() or numpy.ma.getdata() gives"
+
+
+class WithUnit(np.ndarray):
+    """What packages of physical units do."""
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_arrays_whose_meaning_would_be_lost_are_refused(name):
+    made = dict(zip(("q", "k", "v"), arrays(), strict=True))
+    masked = np.ma.masked_array(made[name], mask=made[name] > 1)
+    with pytest.raises(TypeError, match=f"^{name} is a MaskedArray; {re.escape(MASKED)}$"):
+        pantile.attention(**{**made, name: masked})
+    assert pantile.attention(**{**made, name: masked.filled(0.0)}).shape == (2, 20, 4, 24)
+    with pytest.raises(TypeError, match=f"^{name} is a WithUnit; it must be a plain numpy.ndarray"):
+        pantile.attention(**{**made, name: made[name].view(WithUnit)})
+
+
+def test_masked_lengths_are_refused():
+    q = np.ones((7, 1, 8), np.float32)
+    bounds = np.array([0, 3, 7], np.int32)
+    masked = np.ma.masked_array(bounds, mask=[False, True, False])
+    with pytest.raises(TypeError, match=r"^cu_seqlens_k is a MaskedArray"):
+        pantile.varlen_attention(q, q, q, bounds, masked, 4, 4)
+    with pytest.raises(TypeError, match=r"^seqused_q is a MaskedArray"):
+        pantile.varlen_attention(q, q, q, bounds, bounds, 4, 4, seqused_q=masked[1:])
+
+
+def test_memory_mapped_arrays(tmp_path):
+    q, k, v = arrays()
+    mapped = np.memmap(tmp_path / "q", dtype=q.dtype, mode="w+", shape=q.shape)
+    mapped[:] = q
+    assert np.array_equal(pantile.attention(mapped, k, v), pantile.attention(q, k, v))
+
+
+# ---- merging parts
+
+
+def parts(dtype=np.float32):
+    """Attention over the first 10, no and the last 23 keys; some rows see none of a part."""
+    q, k, v = arrays(dtype)
+    options = pantile.Options(output_dtype=np.float32)
+    return [
+        pantile.attention(q, k[:, keys], v[:, keys], window=w, return_lse=True, options=options)
+        for keys, w in ((slice(0, 10), (None, 0)), (slice(10, 10), None), (slice(10, 33), None))
+    ]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_merged_arrays_equal_merged_tensors(dtype):
+    made = parts(dtype)
+    o, lse = pantile.merge_attention(made)
+    assert type(o) is type(lse) is np.ndarray
+    assert o.dtype == lse.dtype == np.float32
+    expected = pantile.merge_attention([tuple(map(torch.from_numpy, part)) for part in made])
+    np.testing.assert_allclose(o, expected[0].numpy(), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(lse, expected[1].numpy(), rtol=1e-6, atol=1e-6)
+    for spelled in (np.float16, "float16", np.dtype("float16"), torch.float16):
+        assert pantile.merge_attention(made, dtype=spelled)[0].dtype == np.float16
+
+
+def test_merged_arrays_are_attention_over_all_keys():
+    q, k, v = arrays()
+    made = [
+        pantile.attention(q, k[:, keys], v[:, keys], return_lse=True)
+        for keys in (slice(0, 10), slice(10, 33))
+    ]
+    for found, expected in zip(
+        pantile.merge_attention(made), pantile.attention(q, k, v, return_lse=True), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_merged_rows_without_keys():
+    q, k, v = arrays(keys=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        o, lse = pantile.merge_attention([pantile.attention(q, k, v, return_lse=True)] * 2)
+    assert not o.any()
+    assert np.isneginf(lse).all()
+
+
+def test_parts_that_do_not_fit_are_named():
+    (o, lse), *_ = parts()
+    for partials, message in (
+        ([(o, torch.from_numpy(lse))], "partials[0][1] is a Tensor; it must be a numpy.ndarray"),
+        ([(torch.from_numpy(o), lse)], "partials[0][1] is a ndarray of shape [2, 4, 20]"),
+        ([(o, lse), (o,)], "partials[1] is "),
+        ([(o, np.ma.masked_array(lse))], "partials[0][1] is a MaskedArray; "),
+        ([(o.astype(int), lse)], "partials[0][0] has dtype int64; it must be float32"),
+        (o, "partials is a ndarray of shape [2, 20, 4, 24]"),
+    ):
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+            pantile.merge_attention(partials)
+    with pytest.raises(ValueError, match=r"^partials\[0\]\[0\] has 2 dimensions"):
+        pantile.merge_attention([(o[0, 0], lse)])
 
 
 def test_importing_pantile_does_not_import_torch():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 import threading
 
+import pantile
 import pytest
 import torch
 from pantile import _runtime
@@ -154,6 +157,111 @@ print([round(float(x), 3) for x in DataLoader(Items(), batch_size=None, num_work
     assert output.strip() == "[0.0, 1.0, 2.0, 3.0]"
 
 
+# ---- the end of the process
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_exit_while_a_daemon_thread_is_inside_a_call(library):
+    """The thread must not take the GIL of an interpreter that goes away: that ended in abort."""
+    output = run_python(
+        f"""
+        import atexit, threading, time
+        import {library}, pantile
+
+        pantile._C.set_cpu_threads(1)
+        x = {library}.ones((1, 700, 8, 64), dtype={library}.float32)
+        entered = threading.Event()
+
+        def work():
+            while True:
+                entered.set()
+                pantile.attention(x, x, x)
+
+        class Slow:
+            def __del__(self):  # runs while the interpreter is finalizing, and takes its time
+                end = time.monotonic() + 0.7
+                while time.monotonic() < end:
+                    time.sleep(0.01)
+
+        keep = Slow()
+        for _ in range(2):
+            threading.Thread(target=work, daemon=True).start()
+        entered.wait()
+        time.sleep(0.1)
+        print("done", flush=True)
+        """
+    )
+    assert output.split() == ["done"]
+
+
+# ---- locales
+
+
+def comma_locale(folder: pathlib.Path) -> str:
+    """A locale whose decimal point is a comma, made of glibc's C.utf8; its name under LOCPATH."""
+    source = pathlib.Path("/usr/lib/locale/C.utf8/LC_NUMERIC")
+    if not source.exists():
+        pytest.skip(f"no {source} to make a locale of")
+    made = folder / "comma"
+    made.mkdir()
+    (made / "LC_NUMERIC").write_bytes(source.read_bytes().replace(b".", b","))
+    return "comma"
+
+
+def test_options_in_a_locale_with_decimal_commas(tmp_path):
+    """C's own conversions read 2.5 as 2 there."""
+    output = run_python(
+        f"""
+        import locale
+        import numpy, pantile
+
+        locale.setlocale(locale.LC_NUMERIC, "{comma_locale(tmp_path)}")
+        print(locale.localeconv()["decimal_point"])
+        q = numpy.ones((1, 3, 1, 8), numpy.float32)
+        options = pantile.Options(
+            softmax="vector", rescale_threshold=2.5, p_max_offset=0.25, min_exponent_log2=-0.5
+        )
+        print(options.backend_setting(False))
+        print(pantile.explain(q, q, q, options=options).forward.softmax)
+        """,
+        LOCPATH=str(tmp_path),
+    )
+    point, setting, softmax = output.splitlines()
+    assert point == ","
+    assert setting == "auto;vector,threshold=2.5,offset=0.25,exponent=-0.5"
+    assert softmax.endswith(("rescale threshold 2.5", "rescale threshold 2,5"))  # printf follows it
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("auto;threshold=abc", "rescale_threshold is 'abc'; it must be a number"),
+        ("auto;threshold=2.5x", "rescale_threshold is '2.5x'; it must be a number"),
+        ("auto;threshold=2,5", "softmax is 'threshold=2,5'; there is no '5' in it"),
+        ("auto;threshold=", "rescale_threshold is ''; it must be a number"),
+        ("auto;threshold= 2", "rescale_threshold is ' 2'; it must be a number"),
+        ("auto;threshold=1e999", "rescale_threshold is '1e999'; it must be a number"),
+        ("auto;threshold=1e300", "rescale_threshold is inf; it must be from 0 to 15"),
+        ("auto;threshold=nan", "rescale_threshold is nan; it must be from 0 to 15"),
+        ("auto;offset=x", "p_max_offset is 'x'; it must be a number"),
+        ("auto;exponent=-", "min_exponent_log2 is '-'; it must be a number"),
+        ("auto;tensor,quarters=two", "tensor_share in quarters is 'two'; it must be an integer"),
+        ("auto;tensor,quarters=2.0", "tensor_share in quarters is '2.0'; it must be an integer"),
+        ("auto;tensor,quarters=99999999999", "tensor_share in quarters is '99999999999'; "),
+        ("auto;rows=3", "softmax is 'rows=3'; there is no 'rows=3' in it"),
+        ("auto;vector=1", "softmax is 'vector=1'; there is no 'vector=1' in it"),
+        ("auto;lse=0", "softmax is 'lse=0'; there is no 'lse=0' in it"),
+        ("auto;", "softmax is ''; there is no '' in it"),
+    ],
+)
+def test_the_setting_of_the_operators_is_read_to_its_end(setting, message):
+    pantile.load_torch()
+    q = torch.ones(1, 3, 1, 8)
+    settings = (None, None, None, None, 0, 0, None, -1, -1, setting)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        torch.ops.pantile.forward(q, q, q, *settings, False, False)
+
+
 # ---- torch before 2.11
 
 
@@ -224,6 +332,48 @@ def test_first_call_inside_a_compiled_function(order):
         """
     )
     assert output.strip() == "True"
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_second_import(library):
+    """After removal from sys.modules: the operators stay registered, the environment is read."""
+    output = run_python(
+        f"""
+        import os, sys
+        import {library}, pantile
+
+        x = {library}.ones((1, 3, 1, 8), dtype={library}.float32)
+        first, before = pantile, pantile.attention(x, x, x)
+        if "{library}" == "torch":
+            leaf = x.clone().requires_grad_()
+            pending = pantile.attention(leaf, x, x)
+            operands = pantile.quantize(x, x, x)
+        for name in [n for n in sys.modules if n.split(".")[0] == "pantile"]:
+            del sys.modules[name]
+        os.environ["PANTILE_BACKEND"] = "reference"
+        import pantile
+
+        assert pantile is not first
+        print(pantile.Options().backend, pantile.explain(x, x, x).forward.kernel)
+        assert abs(pantile.attention(x, x, x) - before).max() < 1e-6
+        assert abs(first.attention(x, x, x) - before).max() == 0
+        if "{library}" == "torch":
+            torch.autograd.grad(pending.sum(), leaf)
+            pantile.attention(leaf, x, x).sum().backward()
+            pantile.attention(operands, options=pantile.Options("cpu"))
+            compiled = torch.compile(pantile.attention, fullgraph=True, backend="eager")
+            compiled(x, x, x)
+            assert pantile.UnsupportedError is first.UnsupportedError
+            assert pantile._C is first._C
+        try:
+            pantile.attention(x, x, x, options=pantile.Options("cpu", softmax="tensor"))
+        except pantile.UnsupportedError as error:
+            print(error)
+        """
+    )
+    first, second = output.splitlines()
+    assert first == "reference reference_forward_f32"
+    assert "softmax is tensor" in second
 
 
 def test_load_torch_registers_the_operators():

@@ -67,7 +67,8 @@ def test_explain_reports_copies():
 
 
 def test_explain_has_a_verdict_for_every_row():
-    plan = pantile.explain(*operands(torch.float16), options=pantile.Options(backend="reference"))
+    options = pantile.Options(backend="reference")
+    plan = pantile.explain(*operands(torch.float16), options=options, verbose=True)
     table = pantile.kernels()
     for pass_ in ("forward", "backward"):
         explained = getattr(plan, pass_)
@@ -80,6 +81,26 @@ def test_explain_has_a_verdict_for_every_row():
     text = str(plan)
     assert "cpu_forward_f16" in text
     assert "chosen" in text
+
+
+def test_explain_prints_one_line_for_each_backend():
+    """The choice first; all rows of the table only on request."""
+    plan = pantile.explain(*operands())
+    lines = str(plan).splitlines()
+    assert lines[0].startswith("forward: cpu_forward_f32, tile ")
+    for one in (plan.forward, plan.backward):
+        backends = {row.backend for row in one.rows}
+        assert len(one.lines("pass")) == len(backends) + 1 + bool(one.softmax)
+        for backend in backends:
+            assert sum(row.closest for row in one.rows if row.backend == backend) == 1
+    assert sum(line.startswith("  hopper ") for line in lines) == 2
+    assert "needs a CUDA device" in next(line for line in lines if line.startswith("  hopper "))
+    assert sum("chosen: cpu_" in line for line in lines) == 2
+
+    full = str(pantile.explain(*operands(), verbose=True)).splitlines()
+    assert full[0] == lines[0]
+    rows = {row.kernel for row in (*plan.forward.rows, *plan.backward.rows)}
+    assert rows <= {line.split()[0] for line in full}
 
 
 def test_explain_says_why_no_kernel_serves():
@@ -95,7 +116,9 @@ def test_explain_refuses_what_attention_refuses():
         pantile.explain(q, k, v[:, :, :2])
     with pytest.raises(ValueError, match="scale is nan"):
         pantile.explain(q, k, v, scale=float("nan"))
-    with pytest.raises(ValueError, match="need cu_seqlens"):
+    with pytest.raises(
+        ValueError, match=r"^seqused_q is a Tensor of shape \[2\].*; lengths need cu_seqlens_q"
+    ):
         pantile.explain(q, k, v, seqused_q=torch.zeros(2, dtype=torch.int32))
 
 
@@ -163,11 +186,53 @@ def test_environment_sets_the_softmax():
 
 
 @pytest.mark.parametrize(
+    "environment",
+    [
+        {"PANTILE_TENSOR_SHARE": "0.5"},
+        {"PANTILE_TENSOR_SHARE": "0"},
+        {"PANTILE_SOFTMAX": "vector"},
+        {"PANTILE_SOFTMAX": "tensor"},
+        {"PANTILE_SOFTMAX": "tensor", "PANTILE_TENSOR_SHARE": "1"},
+        {"PANTILE_SOFTMAX": "vector", "PANTILE_TENSOR_SHARE": "0.25"},
+    ],
+    ids=str,
+)
+def test_environment_of_the_softmax_fails_no_call(environment):
+    """It is a preference; what a call asks for itself is served or refused."""
+    output = run_python(
+        """
+        import dataclasses
+        import torch, pantile
+
+        q = torch.ones(1, 5, 2, 64, requires_grad=True)
+        fp8 = pantile.Options(fp8=True)
+        for options in (None, fp8, pantile.Options(softmax_mode="exact"), pantile.Options("cpu"),
+                        pantile.Options(**dataclasses.asdict(pantile.Options()))):
+            pantile.attention(q, q, q, options=options).sum().backward()
+            pantile.attention(q.detach(), q.detach(), q.detach(), options=options)
+            print(pantile.explain(q, q, q, options=options).forward.kernel)
+        pantile.attention(pantile.quantize(q, q, q))
+        pantile.attention(q, q, q, return_lse=True, return_max_logit=True)
+        for own in ({"softmax": "tensor"}, {"softmax": "tensor", "tensor_share": 0.5},
+                    {"tensor_share": 0.5}, {"softmax": "vector", "fp8": True}):
+            try:
+                pantile.attention(q, q, q, options=pantile.Options(**own))
+                print("served")
+            except (pantile.UnsupportedError, ValueError) as error:
+                print("refused")
+        """,
+        **environment,
+    )
+    served = ["cpu_forward_f32", "cpu_forward_e4m3", *["cpu_forward_f32"] * 3]
+    assert output.split() == [*served, *["refused"] * 4]
+
+
+@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("PANTILE_SOFTMAX", "gpu", "it must be one of auto, vector, tensor"),
-        ("PANTILE_TENSOR_SHARE", "0.3", "is 0.3; it must be one of 0, 0.25, 0.5, 1"),
-        ("PANTILE_TENSOR_SHARE", "half", "is 'half'; it must be one of 0, 0.25, 0.5, 1"),
+        ("PANTILE_TENSOR_SHARE", "0.3", "is '0.3'; it must be one of 0, 0.25, 0.5, 1, or auto"),
+        ("PANTILE_TENSOR_SHARE", "half", "is 'half'; it must be one of 0, 0.25, 0.5, 1, or auto"),
     ],
 )
 def test_environment_of_the_softmax_is_checked(name, value, message):

@@ -1,0 +1,13 @@
+"""Imported once the operators are registered: keeps their modules for another import (_once.py)"""
+
+import sys
+
+import torch
+
+from pantile._once import ATTRIBUTE, MODULES
+
+setattr(
+    torch.ops.pantile,
+    ATTRIBUTE,
+    {f"pantile.{name}": sys.modules[f"pantile.{name}"] for name in MODULES},
+)
