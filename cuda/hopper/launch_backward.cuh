@@ -22,7 +22,8 @@
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_workspace.h"
 #include "hopper/sequence_map.h"
-#include "pantile/attention.h"
+#include "pantile/plan.h"
+#include "pantile/problem.h"
 
 namespace pantile::hopper {
 
