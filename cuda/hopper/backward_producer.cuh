@@ -12,13 +12,14 @@
 namespace pantile::hopper {
 
 // The first `panels` panels of a tile, all that the tensor has (sequence_map.h). Columns past the
-// head dim in the last one and rows past the sequence arrive as zeros.
-template <int kRows, int kPanels>
+// head dim in the last one and rows past the sequence arrive as zeros. kWhole: the tensor has all;
+// a branch for each copy costs a sixth of the speed at head dim 256.
+template <bool kWhole, int kRows, int kPanels>
 PANTILE_DEVICE void load_tile(Tile<kRows, kPanels>& tile, int panels, const CUtensorMap& map,
                               prim::Mbarrier& full, const MapOrigin& origin, int row, int head) {
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
-    if (panel < panels) {
+    if (kWhole || panel < panels) {
       prim::tma_load(
           tile.bytes + panel * tile.kPanelBytes, &map, full,
           prim::TileOrigin{panel * kPanel, origin.row + row, head, origin.start, origin.batch});
@@ -108,15 +109,10 @@ class Loader {
   PANTILE_DEVICE void run() {
     prim::prefetch_tensor_map(&maps_.q);
     prim::prefetch_tensor_map(&maps_.grad_o);
-    WorkReader work(storage_.work);
-    while (const KeyTile* key_tile = work.next()) {
-      if (!key_tile->rows.empty()) {
-        load_keys(*key_tile);
-        prim::wait_for_previous_grid();  // it writes the row terms
-        load_rows(*key_tile);
-      }
-      prim::arrive(storage_.work.wanted);
-      work.done(true);
+    if (panels_qk_ == Config::kPanels && panels_v_ == Config::kPanelsV) {
+      load_tiles<true>();
+    } else {
+      load_tiles<false>();
     }
   }
 
@@ -125,20 +121,45 @@ class Loader {
   static constexpr int kKeyPanelBytes = Config::kTileK * 128;
   static constexpr int kRowPanelBytes = Config::kTileQ * 128;
 
+  template <bool kWhole>
+  PANTILE_DEVICE void load_tiles() {
+    WorkReader work(storage_.work);
+    while (const KeyTile* key_tile = work.next()) {
+      if (!key_tile->rows.empty()) {
+        load_keys<kWhole>(*key_tile);
+        prim::wait_for_previous_grid();  // it writes the row terms
+        load_rows<kWhole>(*key_tile);
+      }
+      prim::arrive(storage_.work.wanted);
+      work.done(true);
+    }
+  }
+
+  template <bool kWhole>
+  PANTILE_DEVICE int panels_qk() const {
+    return kWhole ? Config::kPanels : panels_qk_;
+  }
+  template <bool kWhole>
+  PANTILE_DEVICE int panels_v() const {
+    return kWhole ? Config::kPanelsV : panels_v_;
+  }
+
+  template <bool kWhole>
   PANTILE_DEVICE void load_keys(const KeyTile& key_tile) {
     const int key = key_tile.tile * Config::kTileK;
     prim::wait(storage_.key.empty[0], key_.parity ^ 1);
-    prim::arrive_and_expect(storage_.key.full[0], panels_qk_ * kKeyPanelBytes);
-    load_tile(storage_.k, panels_qk_, maps_.k, storage_.key.full[0], key_tile.key_origin, key,
-              key_tile.key_head);
+    prim::arrive_and_expect(storage_.key.full[0], panels_qk<kWhole>() * kKeyPanelBytes);
+    load_tile<kWhole>(storage_.k, panels_qk<kWhole>(), maps_.k, storage_.key.full[0],
+                      key_tile.key_origin, key, key_tile.key_head);
     prim::wait(storage_.value.empty[0], key_.parity ^ 1);
-    prim::arrive_and_expect(storage_.value.full[0], panels_v_ * kKeyPanelBytes);
-    load_tile(storage_.v, panels_v_, maps_.v, storage_.value.full[0], key_tile.key_origin, key,
-              key_tile.key_head);
+    prim::arrive_and_expect(storage_.value.full[0], panels_v<kWhole>() * kKeyPanelBytes);
+    load_tile<kWhole>(storage_.v, panels_v<kWhole>(), maps_.v, storage_.value.full[0],
+                      key_tile.key_origin, key, key_tile.key_head);
     key_.advance();
   }
 
   // Q runs ahead of dO by as much as the rings allow.
+  template <bool kWhole>
   PANTILE_DEVICE void load_rows(const KeyTile& key_tile) {
     for (int g = 0; g < params_.group; ++g) {
       const int head = key_tile.key_head * params_.group + g;
@@ -148,17 +169,17 @@ class Loader {
         const int row = tile * Config::kTileQ;
         prim::wait(storage_.query.empty[query_.stage], query_.parity ^ 1);
         prim::Mbarrier& query_full = storage_.query.full[query_.stage];
-        prim::arrive_and_expect(query_full, panels_qk_ * kRowPanelBytes + Terms::kBytes);
-        load_tile(storage_.q[query_.stage], panels_qk_, maps_.q, query_full, key_tile.query_origin,
-                  row, head);
+        prim::arrive_and_expect(query_full, panels_qk<kWhole>() * kRowPanelBytes + Terms::kBytes);
+        load_tile<kWhole>(storage_.q[query_.stage], panels_qk<kWhole>(), maps_.q, query_full,
+                          key_tile.query_origin, row, head);
         prim::bulk_load(&storage_.lse[query_.stage], params_.lse_terms + terms, Terms::kBytes,
                         query_full);
         query_.advance();
         prim::wait(storage_.grad.empty[grad_.stage], grad_.parity ^ 1);
         prim::Mbarrier& grad_full = storage_.grad.full[grad_.stage];
-        prim::arrive_and_expect(grad_full, panels_v_ * kRowPanelBytes + Terms::kBytes);
-        load_tile(storage_.grad_o[grad_.stage], panels_v_, maps_.grad_o, grad_full,
-                  key_tile.query_origin, row, head);
+        prim::arrive_and_expect(grad_full, panels_v<kWhole>() * kRowPanelBytes + Terms::kBytes);
+        load_tile<kWhole>(storage_.grad_o[grad_.stage], panels_v<kWhole>(), maps_.grad_o, grad_full,
+                          key_tile.query_origin, row, head);
         prim::bulk_load(&storage_.delta[grad_.stage], params_.delta_terms + terms, Terms::kBytes,
                         grad_full);
         grad_.advance();
