@@ -114,4 +114,20 @@ PANTILE_HD constexpr Magnitude measured_bound(float largest, int additions) {
   return product(magnitude_of(largest), magnitude_of(static_cast<float>(additions)));
 }
 
+// A row's number as a word that lies beside numbers which tensor cores multiply, where both of its
+// halves are multiplied by 0: neither may be an infinity or a NaN of bf16, whose bits 7 to 14 are
+// all ones. So bit 14 stays 0, and a half holds 15 bits.
+inline constexpr std::int64_t kMostRowSlots = std::int64_t{1} << 30;
+
+PANTILE_HD constexpr std::uint32_t slot_word(std::uint32_t slot) {
+  const std::uint32_t low = slot & 0x7fffu;
+  const std::uint32_t high = slot >> 15;
+  return (low & 0x3fffu) | (low & 0x4000u) << 1 | (high & 0x3fffu) << 16 | (high & 0x4000u) << 17;
+}
+
+PANTILE_HD constexpr std::uint32_t slot_of(std::uint32_t word) {
+  return (word & 0x3fffu) | (word & 0x8000u) >> 1 | (word >> 16 & 0x3fffu) << 15 |
+         (word >> 31) << 29;
+}
+
 }  // namespace pantile::core

@@ -52,7 +52,7 @@ PANTILE_DEVICE uint4 split_term(float x) {
 // The power of two by which a row of dQ / scale is multiplied before it is rounded to integers
 // (core/integer_unit.h), from what is known before the main pass. Zero, from which dQ becomes NaN,
 // where the row's numbers or its keys are not finite: integers cannot carry a NaN. A row's scale
-// must be finite as two bf16.
+// must be finite as two bf16: tensor cores multiply it by 0 beside the term.
 PANTILE_DEVICE float integer_scale(const core::KeyBounds& bounds,
                                    const core::Magnitude& grad_o_norm, float delta, float lse) {
   const bool finite = core::is_finite_bits(bounds.max_k) && core::is_finite_bits(bounds.max_v) &&
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
     if (pass.key_bounds != nullptr) {
       lse_term.z =
           __float_as_uint(first_integer_scale<kDType>(pass, row_tile, grad_o_norm, delta, lse));
-      lse_term.w = static_cast<std::uint32_t>(to);
+      lse_term.w = core::slot_word(static_cast<std::uint32_t>(to));
       pass.row_max[to] = 0;
     }
     pass.lse_terms[to] = lse_term;

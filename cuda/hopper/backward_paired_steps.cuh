@@ -197,7 +197,8 @@ class PairedSteps {
       if (is_measuring(row_scale_)) {
         const RowTerms<kTileQ>& terms = storage_.lse[query_stage];
         const int row = scaled_row();
-        note_additions(dQ, {terms.row[row].w, terms.row[row + 8].w}, params_.row_max);
+        note_additions(dQ, {core::slot_of(terms.row[row].w), core::slot_of(terms.row[row + 8].w)},
+                       params_.row_max);
       }
     }
     stage_fragment<kSum>(storage_.dQ[warpgroup_], dQ, row_scale_);

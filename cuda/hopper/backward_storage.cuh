@@ -89,7 +89,7 @@ struct alignas(1024) Tile {
 template <int kRows>
 struct RowTerms {
   static constexpr int kBytes = kRows * 16;
-  uint4 row[kRows];  // hi, mid, lo; the integer dQ scale of lse terms in word 2
+  uint4 row[kRows];  // hi, mid, lo; with lse the integer scale of dQ (word 2), row slot (word 3)
 };
 
 template <class Config>

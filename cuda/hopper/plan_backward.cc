@@ -69,6 +69,13 @@ Status count_rule(const BackwardProblem& problem, int kernel_head_dim) {
                          rows, keys);
   }
   const std::int64_t row_tiles = backward_workspace(problem, kernel_head_dim).row_tile_count;
+  const std::int64_t slots = row_tiles * backward_tile_q(kernel_head_dim) * forward.heads_q;
+  if (problem.deterministic && slots > core::kMostRowSlots) {
+    return Status::error(kUnsupported,
+                         "the heads have %" PRId64 " x %" PRId64
+                         " rows, in whole tiles; at most 2^30 are numbered in deterministic mode",
+                         forward.heads_q, row_tiles * backward_tile_q(kernel_head_dim));
+  }
   const std::int64_t key_tiles =
       common::tile_numbers(forward.packed_k, keys, forward.batch, backward_tile_k(kernel_head_dim));
   const std::int64_t most_heads_q = kMost / (4 * (row_tiles > 0 ? row_tiles : 1));

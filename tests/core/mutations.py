@@ -726,6 +726,8 @@ LISTED = {
         ("IntegerUnit.BoundsTakeThirtyBits", "magnitude_of(1.1f * bound", "magnitude_of(bound"),
         ("IntegerUnit.LoudKeysAreMeasured", "mantissa_bits > 8 ? 5 : 8", "true ? 8 : 8"),
         ("IntegerUnit.LoudKeysAreMeasured", "!is_finite_bits(bounds.max_v)", "false"),
+        ("IntegerUnit.SlotsAreFiniteNumbers", "(low & 0x4000u) << 1", "(low & 0x4000u)"),
+        ("IntegerUnit.SlotsAreFiniteNumbers", "(word >> 31) << 29", "(word >> 31) << 28"),
         ("IntegerUnit.BoundsOfRows", "magnitude_of(delta)", "magnitude_of(0.0f)"),
         ("IntegerUnit.BoundsOfRows", "static_cast<float>(additions)", "1.0f"),
     ],

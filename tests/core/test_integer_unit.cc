@@ -20,6 +20,8 @@ using pantile::core::measured_bound;
 using pantile::core::must_be_measured;
 using pantile::core::product;
 using pantile::core::row_bound;
+using pantile::core::slot_of;
+using pantile::core::slot_word;
 using pantile::core::sum;
 using pantile::core::unit_scale;
 
@@ -109,6 +111,19 @@ TEST(IntegerUnit, LoudKeysAreMeasured) {
   EXPECT_FALSE(must_be_measured(KeyBounds{}, 11));
   EXPECT_FALSE(is_finite_bits(float_bits(INFINITY)));
   EXPECT_TRUE(is_finite_bits(float_bits(kMost)));
+}
+
+// Both halves are finite as bf16, whatever the row.
+TEST(IntegerUnit, SlotsAreFiniteNumbers) {
+  std::mt19937 random(4);
+  for (std::uint32_t i = 0; i < 400000; ++i) {
+    const std::uint32_t slot = i < 200000 ? i : random() & 0x3fffffffu;
+    const std::uint32_t word = slot_word(slot);
+    ASSERT_NE(word & 0x7f80u, 0x7f80u) << slot;
+    ASSERT_NE(word >> 16 & 0x7f80u, 0x7f80u) << slot;
+    ASSERT_EQ(slot_of(word), slot);
+  }
+  EXPECT_EQ(slot_of(slot_word(0x3fffffffu)), 0x3fffffffu);
 }
 
 TEST(IntegerUnit, BoundsOfRows) {
