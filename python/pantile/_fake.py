@@ -40,7 +40,7 @@ _ROWS = {  # of tensors by name; dense ones have a batch axis before these
 # ---- checks that no stand-in can make
 
 
-def _check_operand(name: str, x: object, q: Tensor) -> None:
+def check_operand(name: str, x: object, q: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor like q")
     if x.layout is not torch.strided or x.is_nested:
@@ -60,7 +60,7 @@ def prepare(q, k, v, lengths: tuple) -> tuple:
     """The operands, after the checks that no kernel could make."""
     for name, x in zip(_TENSOR_NAMES, (q, k, v, *lengths), strict=True):
         if x is not None or name in ("q", "k", "v"):
-            _check_operand(name, x, q)
+            check_operand(name, x, q)
     return q, k, v
 
 
@@ -219,7 +219,7 @@ def check_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, settings) -> None:
         x = outputs[name]
         if x is not None:
             require_dtype(name, x, *((q.dtype, q) if dtype is None else (dtype,)))
-            _check_operand(name, x, q)
+            check_operand(name, x, q)
             require_shape(name, sizes.of(name, x.shape), shape)
     if o_low is not None and not keeps_low(q, True):
         raise ValueError(

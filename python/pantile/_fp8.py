@@ -37,7 +37,9 @@ def _descale(name: str, value: object, q: Any, ops: Any) -> object:
     if value is None:
         return None
     if isinstance(value, ops.Tensor):
-        ops._check_operand(name, value, q)
+        from pantile._fake import check_operand
+
+        check_operand(name, value, q)
         return value
     number = real(name, value, "a number or a float32 tensor")
     if not _SMALLEST <= number <= _LARGEST:

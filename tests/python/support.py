@@ -14,6 +14,7 @@ import pantile
 import pytest
 import torch
 from pantile import reference
+from pantile._direct import split_output
 from pantile._masks import window_bounds
 
 HERE = __file__.rpartition("/")[0]
@@ -515,34 +516,42 @@ def check_both(case: Case, target: Target, with_lse: bool = False, **extra) -> l
 
 
 def backward_inputs(case: Case, with_lse: bool):
-    """Exact o and LSE, rounded as a forward kernel would, and random gradients of both."""
+    """(o, o_low, lse, grad_o, grad_lse): exact o and LSE, rounded as a forward kernel would, and
+    random gradients of both."""
     o, lse = case.expected(*case.operands, torch.float64)
     generator = torch.Generator().manual_seed(1)
     grad_o = torch.randn(o.shape, generator=generator).to(o.device, case.q.dtype)
     grad_lse = torch.randn(lse.shape, generator=generator).to(o.device) if with_lse else None
-    return o.to(case.q.dtype).contiguous(), lse.float().contiguous(), grad_o, grad_lse
+    return *rounded_output(o, case.q.dtype), lse.float().contiguous(), grad_o, grad_lse
+
+
+def rounded_output(o: torch.Tensor, dtype: torch.dtype):
+    """o as a kernel would write it, with its low bits where the type has them."""
+    if dtype is torch.float32:
+        return o.float().contiguous(), None
+    return tuple(x.contiguous() for x in split_output(o.float(), dtype))
 
 
 def run_backward(case: Case, target: Target, inputs, deterministic: bool = False):
     """(dq, dk, dv) of the backward operator alone, whatever kernel would do the forward."""
-    o, lse, grad_o, grad_lse = inputs
+    o, o_low, lse, grad_o, grad_lse = inputs
     bounds = (*case.lengths, None, None, *case.longest) if case.lengths else (None,) * 4 + (0, 0)
     mask = window_bounds(case.arguments.get("causal", False), case.arguments.get("window"))
     settings = (*bounds, case.arguments.get("scale"), *mask, target.backend)
     return torch.ops.pantile.backward(
-        grad_o, grad_lse, *case.operands, o, None, lse, *settings, deterministic
+        grad_o, grad_lse, *case.operands, o, o_low, lse, *settings, deterministic
     )
 
 
 def check_backward(case: Case, target: Target, with_lse: bool = False) -> None:
     """The backward operator alone against the bound."""
     inputs = backward_inputs(case, with_lse)
-    grads = inputs[2:]
+    grads = inputs[3:]
     doubles = [x.double() for x in case.operands]
     exact = gradients(lambda *x: case.expected(*x, None), doubles, *grads)
     textbook = gradients(lambda *x: case.expected(*x, None), case.operands, *grads)
     results = [*exact[:2], *run_backward(case, target, inputs)]  # o and lse are given
-    assert_within_bound(results, textbook, exact, case, inputs[2])
+    assert_within_bound(results, textbook, exact, case, inputs[3])
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

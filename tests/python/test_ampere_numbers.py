@@ -264,7 +264,8 @@ def run_forward(case, o, lse, low) -> None:
     lengths = (None,) * 4 + (0, 0)
     scale = case.q.shape[-1] ** -0.5
     assert (
-        _C.forward(*case.operands, o, lse, low, None, *lengths, scale, left, right, "ampere") == 0
+        _C.forward(*case.operands, o, lse, low, None, *lengths, scale, left, right, "ampere;vector")
+        == 0
     )
 
 

@@ -32,6 +32,7 @@ from support import (
     block_rms,
     dirty_runs,
     on_dirty_memory,
+    rounded_output,
     run_backward,
     textbooks,
 )
@@ -244,15 +245,15 @@ def random_gradients(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 def backward_alone(case: Case, target: Target, truth, grads, deterministic: bool):
     """(dq, dk, dv) from O and LSE as a forward would have rounded them."""
-    o = truth.exact[0].to(case.q.dtype).contiguous()
+    o, o_low = rounded_output(truth.exact[0], case.q.dtype)
     lse = truth.exact[1].float().contiguous()
     used = tuple(case.arguments.get(name) for name in ("seqused_q", "seqused_k"))
     if not any(x is not None for x in used):
-        return lambda: run_backward(case, target, (o, lse, *grads), deterministic)
+        return lambda: run_backward(case, target, (o, o_low, lse, *grads), deterministic)
     mask = window_bounds(case.arguments.get("causal", False), case.arguments.get("window"))
     settings = (*case.lengths, *used, *case.longest, None, *mask, target.backend)
     return lambda: torch.ops.pantile.backward(
-        grads[0], grads[1], *case.operands, o, lse, *settings, deterministic
+        grads[0], grads[1], *case.operands, o, o_low, lse, *settings, deterministic
     )
 
 
