@@ -37,7 +37,9 @@ def _of_environment(name: str, allowed: tuple[str, ...]) -> str:
 
 # Read once, when pantile is imported.
 _DEFAULT_BACKEND = _of_environment("PANTILE_BACKEND", BACKENDS)
-_DEFAULT_SOFTMAX = _PreferredUnit(_of_environment("PANTILE_SOFTMAX", SOFTMAX_UNITS))
+_DEFAULT_SOFTMAX = _of_environment("PANTILE_SOFTMAX", SOFTMAX_UNITS)
+if _DEFAULT_SOFTMAX != "auto":  # a plain string otherwise: torch.compile traces no other default
+    _DEFAULT_SOFTMAX = _PreferredUnit(_DEFAULT_SOFTMAX)
 
 
 def _tensor_share(name: str, value: object) -> float | None:

@@ -259,7 +259,7 @@ def test_the_setting_of_the_operators_is_read_to_its_end(setting, message):
     q = torch.ones(1, 3, 1, 8)
     settings = (None, None, None, None, 0, 0, None, -1, -1, setting)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        torch.ops.pantile.forward(q, q, q, *settings, False, False)
+        torch.ops.pantile.forward(q, q, q, *settings, False, False, False)
 
 
 # ---- torch before 2.11
