@@ -125,7 +125,8 @@ def main() -> None:
                         for name, call in CONTENDERS.items():
                             dq, dk, dv = errors(call, operands, expected, causal)
                             record = {
-                                "kind": "gradient_error", "law": law, "dtype": dtype, "length": length, "causal": causal,
+                                "kind": "gradient_error", "law": law,
+                                "dtype": dtype, "length": length, "causal": causal,
                                 "contender": name, "dq": dq, "dk": dk, "dv": dv,
                                 "gpu": torch.cuda.get_device_name(),
                             }  # fmt: skip
