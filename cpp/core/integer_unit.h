@@ -109,6 +109,12 @@ PANTILE_HD constexpr Magnitude row_bound(const KeyBounds& bounds, const Magnitud
   return product(scores, magnitude_of(bits_float(bounds.max_k)));
 }
 
+// The power of two next below max |K|: times that, a row's sums of dS are bounded as its dQ is, and
+// have the same unit. 0 where no key has a normal number.
+PANTILE_HD constexpr float row_sum_unit(const KeyBounds& bounds) {
+  return bits_float(bounds.max_k & 0x7f800000u);
+}
+
 // Of a row whose largest addition, of `additions`, was `largest`.
 PANTILE_HD constexpr Magnitude measured_bound(float largest, int additions) {
   return product(magnitude_of(largest), magnitude_of(static_cast<float>(additions)));

@@ -76,8 +76,9 @@ PANTILE_DEVICE float first_integer_scale(const RowPass& pass, const RowTile& row
   return -integer_scale(core::KeyBounds{}, grad_o_norm, delta, lse);
 }
 
-// kRowThreads threads read one row, 16 bytes each; kTileQ rows a block.
-template <DType kDType, int kTileQ, int kRowThreads>
+// kRowThreads threads read one row, 16 bytes each; kTileQ rows a block. kInteger: deterministic
+// mode, an instance of its own because the norms cost registers.
+template <DType kDType, int kTileQ, int kRowThreads, bool kInteger>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_rows(const __grid_constant__ PrepareParams params) {
   constexpr int kRowsAtOnce = kPrepareThreads / kRowThreads;
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
       product += __shfl_xor_sync(prim::kAllLanes, product, step);
     }
     core::Magnitude grad_o_norm;
-    if (pass.key_bounds != nullptr) {
+    if constexpr (kInteger) {
       grad_o_norm = row_norm<kDType>(grad_words[i], kRowThreads);
     }
     if (column > 0) {
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
         product - (exists && params.grad_lse != nullptr ? params.grad_lse[row] : 0.0f);
     uint4 lse_term = lse == -__builtin_huge_valf() ? split_term(pass.scale > 0.0f ? -1e30f : 1e30f)
                                                    : split_term(-lse / pass.scale);
-    if (pass.key_bounds != nullptr) {
+    if constexpr (kInteger) {
       lse_term.z =
           __float_as_uint(first_integer_scale<kDType>(pass, row_tile, grad_o_norm, delta, lse));
       lse_term.w = core::slot_word(static_cast<std::uint32_t>(to));

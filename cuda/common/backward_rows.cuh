@@ -1,8 +1,6 @@
 // What the kernels before and after the main backward kernel share: which rows a block works on.
 //
-// Both work on tiles of rows, numbered as in attended.h, of every query head. dQ is summed in fp32
-// or integer fragments of 64 rows x 64 columns, each in the register order of a wgmma accumulator;
-// a tile's fragments follow each other.
+// Both work on tiles of rows, numbered and summed as in attended.h, of every query head.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,10 +15,6 @@
 #include "prim/address.cuh"
 
 namespace pantile::common {
-
-inline constexpr int kFragmentRows = 64;
-inline constexpr int kFragmentColumns = 64;
-inline constexpr int kFragmentFloats = kFragmentRows * kFragmentColumns;
 
 struct RowPass {
   core::SequenceSide queries, keys;  // lengths only
@@ -45,12 +39,13 @@ inline constexpr int kMantissaBits = kDType == DType::f16 ? 11 : 8;
 
 struct RowTile {
   int batch, head;
-  int tile;               // of the attended rows, and slice of the whole sequence
-  std::int64_t index;     // [head][number]
-  std::int64_t sequence;  // packed: rows before the sequence
-  int capacity;           // rows of the sequence, used or not
-  int first_row, rows;    // attended
-  int keys;               // attended
+  int tile;                   // of the attended rows, and slice of the whole sequence
+  std::int64_t index;         // [head][number]
+  std::int64_t sequence;      // packed: rows before the sequence
+  int capacity;               // rows of the sequence, used or not
+  int first_row, rows;        // attended
+  int first_key, keys;        // attended
+  std::int64_t key_sequence;  // packed: keys before the sequence
 };
 
 // Blocks count down, so that the heads the main kernel starts with are written last, and read last.
@@ -82,7 +77,9 @@ PANTILE_DEVICE RowTile locate_row_tile(const RowPass& pass, int block, int block
   row_tile.sequence = queries.row;
   row_tile.first_row = part.first_row;
   row_tile.rows = part.mask.rows;
+  row_tile.first_key = part.first_key;
   row_tile.keys = part.mask.keys;
+  row_tile.key_sequence = keys.row;
   return row_tile;
 }
 
@@ -97,6 +94,23 @@ PANTILE_DEVICE int additions(const RowPass& pass, const RowTile& row_tile, int t
   const core::Span rows{first, core::min_of(first + pass.row_tiles.tile, row_tile.rows)};
   const core::Mask mask{row_tile.rows, row_tile.keys, pass.window_left, pass.window_right};
   return core::plan_row_tile(mask, rows, tile_k).visit.size();
+}
+
+// Keys of the sequence that some row of the tile sees; the tile has a row.
+PANTILE_DEVICE core::Span visible_keys(const RowPass& pass, const RowTile& row_tile) {
+  const int first = row_tile.tile * pass.row_tiles.tile;
+  const int last = core::min_of(first + pass.row_tiles.tile, row_tile.rows) - 1;
+  const core::Mask mask{row_tile.rows, row_tile.keys, pass.window_left, pass.window_right};
+  return core::Span{row_tile.first_key + core::visible_keys(mask, first).begin,
+                    row_tile.first_key + core::visible_keys(mask, last).end};
+}
+
+// Elements from K's or V's start to row 0 of the tile's sequence and key head.
+PANTILE_DEVICE std::int64_t key_sequence_offset(const Layout& layout, bool packed,
+                                                const RowPass& pass, const RowTile& row_tile) {
+  const std::int64_t rows =
+      packed ? row_tile.key_sequence * layout.seq : row_tile.batch * layout.batch;
+  return rows + row_tile.head / pass.group * layout.head;
 }
 
 // Elements from a tensor's start to row 0 of the tile's sequence and head.

@@ -8,7 +8,7 @@
 //   4             dV  += P^T dO                                 (registers, P^T from registers)
 //   5             dP^T = V dO^T - delta                         (registers)
 //   6             dS^T = P^T * dP^T                          -> dS, both warpgroups
-//   7             dQ   = dS K, half of it each               -> dQ
+//   7             dQ   = dS K, half of it each, and sums of dS -> dQ
 //   8             dK  += dS^T Q, dS^T from shared memory        (registers)
 //   9 reducers    dQ fragments are added into global memory
 //   10 consumers  dK * scale, dV                             -> global memory
@@ -83,7 +83,7 @@ class PairedConsumer {
       sync_consumers();
       prim::wgmma_wait<1>();  // dV done
       on_.release_grad();
-      float dQ[32];
+      QueryGradient dQ;
       on_.issue_dQ(dQ, on_.buffer());
       on_.issue_dK(query);
       on_.wait_dQ_buffer();
@@ -129,7 +129,7 @@ class PairedConsumer {
     on_.issue_dV();
     sync_warpgroup();
     if (steps > 1) {
-      float dQ[32];
+      QueryGradient dQ;
       issue_late_dQ(dQ);
       on_.wait_dQ_buffer();
       on_.read_row_scale(behind);
@@ -150,7 +150,7 @@ class PairedConsumer {
     send_dS();
     on_.issue_dV();
     sync_warpgroup();
-    float dQ[32];
+    QueryGradient dQ;
     if constexpr (kStep == Step::later) {
       issue_late_dQ(dQ);
     }
@@ -187,7 +187,7 @@ class PairedConsumer {
     dS_write_.advance();
   }
 
-  PANTILE_DEVICE void issue_late_dQ(float (&dQ)[32]) {
+  PANTILE_DEVICE void issue_late_dQ(QueryGradient& dQ) {
     prim::wait(dS_ring_.full[dS_read_.stage], dS_read_.parity);
     on_.issue_dQ(dQ, dS_read_.stage);
   }
@@ -208,7 +208,7 @@ class PairedConsumer {
 
   // The last step's dQ and dK.
   PANTILE_DEVICE void finish() {
-    float dQ[32];
+    QueryGradient dQ;
     on_.issue_dQ(dQ, on_.buffer());
     on_.issue_dK(on_.query_stage());
     on_.wait_dQ_buffer();
@@ -258,13 +258,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     prim::fence_mbarrier_init();
   }
+  storage.key_ones.init();
   clear_missing_panels<Config>(storage, params);
   __syncthreads();
   if (role == kCopies) {
     prim::shrink_registers<Config::kProducerRegisters>();
     if (prim::elect_one()) {
       if (warp == 0) {
-        Loader<Config, Storage>(storage, maps, params).run();
+        constexpr bool kGivesUnit = kSum == SumKind::integer;
+        Loader<Config, Storage, kGivesUnit>(storage, maps, params).run();
       } else if (warp <= Config::kConsumers) {
         QueryGradientAdder<Config, kSum, Storage>(storage, params, warp - 1).run();
       } else {

@@ -29,8 +29,11 @@ class PairedSteps {
         warp_(static_cast<int>(threadIdx.x & 127) / 32),
         k_(prim::descriptor(prim::shared_address(&storage.k) + warpgroup * 64 * 128)),
         v_(prim::descriptor(prim::shared_address(&storage.v) + warpgroup * 64 * 128)),
-        k_columns_(prim::descriptor(prim::shared_address(&storage.k) +
-                                    (kRowSplit ? 0 : warpgroup * storage.k.kPanelBytes))),
+        k_columns_(kRowSplit ? columns_and_ones(prim::shared_address(&storage.k),
+                                                prim::shared_address(&storage.key_ones))
+                             : prim::descriptor(prim::shared_address(&storage.k) +
+                                                warpgroup * storage.k.kPanelBytes)),
+        key_ones_(prim::descriptor(prim::shared_address(&storage.key_ones))),
         q_(prim::descriptor(prim::shared_address(storage.q), kRowPanel)),
         grad_o_(prim::descriptor(prim::shared_address(storage.grad_o), kRowPanel)),
         dS_rows_(prim::descriptor(prim::shared_address(storage.dS) +
@@ -111,16 +114,31 @@ class PairedSteps {
     prim::wgmma_commit();
   }
 
-  // From dS buffer `buffer`.
-  PANTILE_DEVICE void issue_dQ(float (&dQ)[32], int buffer) {
+  // From dS buffer `buffer`. Split by rows, each warpgroup sums dS of its rows as 8 more columns of
+  // the product. Split by columns, both have the same rows, and each sums over its own keys, in a
+  // product of its own: for one of 72 columns ptxas finds no registers (C7512).
+  PANTILE_DEVICE void issue_dQ(QueryGradient& dQ, int buffer) {
     const std::uint32_t a = dS_rows_ + prim::descriptor_step(buffer * sizeof(storage_.dS[0]));
     prim::wgmma_fence();
-    prim::wgmma_ss_write<kDType, prim::Major::k, prim::Major::mn>(dQ, a, k_columns_);
+    if constexpr (kRowSplit) {
+      prim::wgmma_ss_write<kDType, prim::Major::k, prim::Major::mn>(dQ, a, k_columns_);
 #pragma unroll
-    for (int k = 1; k < Config::kTileK / 16; ++k) {
-      prim::wgmma_ss<kDType, prim::Major::k, prim::Major::mn>(
-          dQ, a + prim::descriptor_step(k / 4 * kRowPanel + k % 4 * 32),
-          k_columns_ + prim::descriptor_step(k * 2048));
+      for (int k = 1; k < Config::kTileK / 16; ++k) {
+        prim::wgmma_ss<kDType, prim::Major::k, prim::Major::mn>(
+            dQ, a + prim::descriptor_step(k / 4 * kRowPanel + k % 4 * 32),
+            k_columns_ + ones_step(k));
+      }
+    } else {
+      auto& columns = values_of(dQ);
+      prim::wgmma_ss_write<kDType, prim::Major::k, prim::Major::mn>(columns, a, k_columns_);
+#pragma unroll
+      for (int k = 1; k < Config::kTileK / 16; ++k) {
+        prim::wgmma_ss<kDType, prim::Major::k, prim::Major::mn>(
+            columns, a + prim::descriptor_step(k / 4 * kRowPanel + k % 4 * 32),
+            k_columns_ + prim::descriptor_step(k * 2048));
+      }
+      sum_keys<kDType, 4>(sums_of(dQ), a + warpgroup_ * prim::descriptor_step(kRowPanel),
+                          key_ones_);
     }
     prim::wgmma_commit();
   }
@@ -192,8 +210,12 @@ class PairedSteps {
 
   // Hands the dQ fragment to the adder, which orders the stores before its bulk copy: a proxy fence
   // here would wait for them, which the products in flight delay, for a tenth of the step.
-  PANTILE_DEVICE void send_dQ(float (&dQ)[32], int query_stage) {
+  PANTILE_DEVICE void send_dQ(QueryGradient& dQ, int query_stage) {
     if constexpr (kSum == SumKind::integer) {
+#pragma unroll
+      for (int i = 0; i < kFragmentSums; ++i) {
+        dQ[kFragmentValues + i] *= key_tile_->row_sum_unit;
+      }
       if (is_measuring(row_scale_)) {
         const RowTerms<kTileQ>& terms = storage_.lse[query_stage];
         const int row = scaled_row();
@@ -322,7 +344,7 @@ class PairedSteps {
   const int warpgroup_;
   const int lane_, warp_;
   // Descriptors: keys of this warpgroup, their head dim columns as operand of dQ, ...
-  const std::uint32_t k_, v_, k_columns_, q_, grad_o_, dS_rows_, dS_keys_;
+  const std::uint32_t k_, v_, k_columns_, key_ones_, q_, grad_o_, dS_rows_, dS_keys_;
   const std::uint32_t dS_store_;
   const std::uint32_t lse_, delta_;
   std::uint32_t ones_;

@@ -44,7 +44,7 @@ struct BackwardParams {
   const int* measured;
   bool repeats;
   int* claimed;              // work items taken beyond each block's first; 0 before
-  float* dq_sum;             // [heads_q][row_tile_count][tile_q * columns], fragments
+  float* dq_sum;             // [heads_q][row_tile_count][dq_tile_floats()], fragments
   const uint4* lse_terms;    // [heads_q][row_tile_count * tile_q], -lse / scale
   const uint4* delta_terms;  // the same, dLSE - rowsum(dO * O)
   void* grad_k;              // [keys, heads_k, head_dim]
@@ -71,6 +71,7 @@ struct KeyTile {
   int key_offset;                      // packed: rows before the sequence
   int key_capacity;                    // keys of the sequence, used or not
   MapOrigin query_origin, key_origin;  // of the first attended row and key
+  float row_sum_unit;                  // integer sums: of the loader, core/integer_unit.h
 };
 
 namespace detail {
@@ -92,6 +93,11 @@ PANTILE_DEVICE int capacity(core::SequenceSide side, int batch) {
 // Whether the tile's head is one whose rows are measured.
 PANTILE_DEVICE bool is_measured(const BackwardParams& params, const KeyTile& key_tile) {
   return params.key_bounds[key_tile.batch * params.heads_k + key_tile.key_head].measured != 0;
+}
+
+// What sums of dS are multiplied by before they become integers in the unit of their row of dQ.
+PANTILE_DEVICE float row_sum_unit(const BackwardParams& params, const KeyTile& key_tile) {
+  return core::row_sum_unit(params.key_bounds[key_tile.batch * params.heads_k + key_tile.key_head]);
 }
 
 // Describes work item `work`. False: there is nothing to do, not even zeros to write.

@@ -96,7 +96,8 @@ PANTILE_DEVICE void schedule(WorkQueue& queue, const BackwardParams& params) {
   }
 }
 
-template <class Config, class Storage>
+// kGivesUnit: describes to the consumers the unit of their sums of dS.
+template <class Config, class Storage, bool kGivesUnit>
 class Loader {
  public:
   PANTILE_DEVICE Loader(Storage& storage, const BackwardMaps& maps, const BackwardParams& params)
@@ -127,7 +128,10 @@ class Loader {
     while (const KeyTile* key_tile = work.next()) {
       if (!key_tile->rows.empty()) {
         load_keys<kWhole>(*key_tile);
-        prim::wait_for_previous_grid();  // it writes the row terms
+        prim::wait_for_previous_grid();  // it writes the row terms, bound_keys before it the bounds
+        if constexpr (kGivesUnit) {
+          storage_.work.at(*key_tile).row_sum_unit = row_sum_unit(params_, *key_tile);
+        }
         load_rows<kWhole>(*key_tile);
       }
       prim::arrive(storage_.work.wanted);
@@ -216,30 +220,31 @@ class QueryGradientAdder {
   }
 
  private:
-  static constexpr int kFragment = 64 * 64;
+  static constexpr int kFragment = common::kSummedFragmentFloats;
   static constexpr int kTileFloats = Config::kConsumers * kFragment;
 
-  // Columns past the head dim lie at the end of the second fragment.
+  // The sums and the columns behind them; columns past the head dim lie at the end of the second
+  // fragment.
   PANTILE_DEVICE int bytes() const {
     constexpr int kLastColumns = Config::kHeadDim - (Config::kPanels - 1) * kPanel;
     constexpr bool kColumnSplit = Config::kPanels == Config::kConsumers;
-    return 64 * 4 * (kColumnSplit && warpgroup_ > 0 ? kLastColumns : kPanel);
+    return 64 * 4 * (1 + (kColumnSplit && warpgroup_ > 0 ? kLastColumns : kPanel));
   }
 
   PANTILE_DEVICE void add_head(const KeyTile& key_tile, int head) {
     float* to = params_.dq_sum +
                 (head * params_.row_tile_count + key_tile.first_row_tile) * kTileFloats +
                 warpgroup_ * kFragment;
+    const float* const from = storage_.dQ[warpgroup_].row_sums;
     for (int tile = key_tile.rows.begin; tile < key_tile.rows.end; ++tile) {
       prim::wait(storage_.dq_full[warpgroup_], parity_);
       parity_ ^= 1;
       prim::fence_async_proxy();  // the fragment was written by ordinary stores
       float* fragment = to + static_cast<std::int64_t>(tile) * kTileFloats;
       if constexpr (kSum == SumKind::integer) {
-        prim::bulk_add_u32(reinterpret_cast<std::uint32_t*>(fragment), storage_.dQ[warpgroup_],
-                           bytes());
+        prim::bulk_add_u32(reinterpret_cast<std::uint32_t*>(fragment), from, bytes());
       } else {
-        prim::bulk_add_f32(fragment, storage_.dQ[warpgroup_], bytes());
+        prim::bulk_add_f32(fragment, from, bytes());
       }
       prim::bulk_commit();
       prim::bulk_wait_read<0>();

@@ -21,7 +21,8 @@ class QueryGradients {
       : storage_(storage),
         params_(params),
         dS_(prim::descriptor(prim::shared_address(storage.dS))),
-        k_columns_(prim::descriptor(prim::shared_address(&storage.k))) {}
+        k_columns_(prim::descriptor(prim::shared_address(&storage.k))),
+        key_ones_(prim::descriptor(prim::shared_address(&storage.key_ones))) {}
 
   PANTILE_DEVICE void run() {
     prim::wait_for_previous_grid();  // it sets the sums to zero
@@ -32,6 +33,9 @@ class QueryGradients {
       if (begin < end) {
         prim::wait(storage_.key.full[0], keys_.parity);
         keys_.advance();
+        if constexpr (kSum == SumKind::integer) {
+          row_sum_unit_ = row_sum_unit(params_, *key_tile);
+        }
         const int first_head = prim::uniform(key_tile->key_head) * params_.group;
         const int first_number = prim::uniform(key_tile->first_row_tile);
 #pragma unroll 1
@@ -50,8 +54,14 @@ class QueryGradients {
   }
 
  private:
-  static constexpr int kFragment = 64 * 64;
+  static constexpr int kFragment = common::kSummedFragmentFloats;
   static constexpr int kTileFloats = Config::kPanels * kFragment;
+  // The panels share the work of summing dS: with each, the sums over so many steps of 16 keys are
+  // made. At head dim 192 the third makes sums that are not used.
+  static constexpr int kSteps = Config::kTileK / 16;
+  static constexpr int kSumSteps = core::ceil_div(kSteps, Config::kPanels);
+
+  static constexpr bool kUnusedSums = kSumSteps * Config::kPanels > kSteps;
 
   // `index` of the tile of rows: [head][number].
   PANTILE_DEVICE void add_tile(std::int64_t index) {
@@ -68,22 +78,36 @@ class QueryGradients {
     // Unrolled, ptxas keeps several slices in registers and serialises all products (C7512).
 #pragma unroll 1
     for (int panel = 0; panel < Config::kPanels; ++panel) {
-      float dQ[32];
-      const std::uint32_t b = k_columns_ + panel * prim::descriptor_step(storage_.k.kPanelBytes);
+      QueryGradient dQ;
+      constexpr std::uint32_t kPanelStep = prim::descriptor_step(Storage::kKeyPanelBytes);
+      const std::uint32_t b = k_columns_ + panel * kPanelStep;
       prim::wgmma_fence();
-      prim::wgmma_ss_write<Config::kDType, prim::Major::k, prim::Major::mn>(dQ, a, b);
+      auto& columns = values_of(dQ);
+      prim::wgmma_ss_write<Config::kDType, prim::Major::k, prim::Major::mn>(columns, a, b);
 #pragma unroll
-      for (int k = 1; k < Config::kTileK / 16; ++k) {
+      for (int k = 1; k < kSteps; ++k) {
         prim::wgmma_ss<Config::kDType, prim::Major::k, prim::Major::mn>(
-            dQ, a + prim::descriptor_step(k * 32), b + prim::descriptor_step(k * 2048));
+            columns, a + prim::descriptor_step(k * 32), b + prim::descriptor_step(k * 2048));
       }
+      sum_keys<Config::kDType, kSumSteps>(
+          sums_of(dQ), a + panel * kSumSteps % kSteps * prim::descriptor_step(32), key_ones_);
       prim::wgmma_commit();
       prim::wgmma_wait<0>();
       prim::pin(dQ);
+      if constexpr (kUnusedSums) {
+#pragma unroll
+        for (int i = 0; i < kFragmentSums; ++i) {
+          dQ[kFragmentValues + i] = panel * kSumSteps < kSteps ? dQ[kFragmentValues + i] : 0.0f;
+        }
+      }
       if (panel == Config::kPanels - 1) {
         release(storage_.ds.empty[cursor_.stage]);
       }
       if constexpr (kSum == SumKind::integer) {
+#pragma unroll
+        for (int i = 0; i < kFragmentSums; ++i) {
+          dQ[kFragmentValues + i] *= row_sum_unit_;
+        }
         if (is_measuring(row_scale)) {
           const int row =
               static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + prim::lane_index() / 4;
@@ -100,7 +124,7 @@ class QueryGradients {
     cursor_.advance();
   }
 
-  PANTILE_DEVICE void send_fragment(float (&dQ)[32], const float (&row_scale)[2]) {
+  PANTILE_DEVICE void send_fragment(QueryGradient& dQ, const float (&row_scale)[2]) {
     prim::wait(storage_.dQ.ring.empty[staged_.stage], staged_.parity ^ 1);
     stage_fragment<kSum>(storage_.dQ.fragment[staged_.stage], dQ, row_scale);
     arrive_warp(storage_.dQ.ring.full[staged_.stage]);
@@ -109,10 +133,11 @@ class QueryGradients {
 
   Storage& storage_;
   const BackwardParams& params_;
-  const std::uint32_t dS_, k_columns_;
+  const std::uint32_t dS_, k_columns_, key_ones_;
   StageCursor<Config::kScoreGradStages> cursor_;
   StageCursor<1> keys_;
   StageCursor<Config::kBulkAdds ? Config::kPanels : 1> staged_;
+  float row_sum_unit_ = 0.0f;  // integer sums only
 };
 
 // Adds staged fragments of integers into global memory; one thread. While one addition reads its
@@ -145,13 +170,13 @@ class FragmentAdder {
   }
 
  private:
-  static constexpr int kFragment = 64 * 64;
+  static constexpr int kFragment = common::kSummedFragmentFloats;
 
   PANTILE_DEVICE void add(float* to) {
     prim::wait(storage_.dQ.ring.full[cursor_.stage], cursor_.parity);
     prim::fence_async_proxy();  // the fragment was written by ordinary stores
-    prim::bulk_add_u32(reinterpret_cast<std::uint32_t*>(to), storage_.dQ.fragment[cursor_.stage],
-                       kFragment * 4);
+    prim::bulk_add_u32(reinterpret_cast<std::uint32_t*>(to),
+                       storage_.dQ.fragment[cursor_.stage].row_sums, kFragment * 4);
     prim::bulk_commit();
     prim::bulk_wait_read<1>();  // the one before
     if (requested_) {

@@ -9,6 +9,7 @@
 #include "hopper/backward_config.h"
 #include "hopper/backward_params.cuh"
 #include "prim/mbarrier.cuh"
+#include "prim/wgmma.cuh"
 #include "prim/wgmma_row_terms.cuh"
 
 namespace pantile::hopper {
@@ -52,6 +53,9 @@ struct WorkQueue {
     ring.init(reader_warps);
     prim::init(wanted, 1);
   }
+
+  // A reader's tile, for what the loader adds to it before the first of its rows arrives.
+  PANTILE_DEVICE KeyTile& at(const KeyTile& key_tile) { return tiles[&key_tile - tiles]; }
 };
 
 // A role's walk through the queue.
@@ -92,6 +96,41 @@ struct RowTerms {
   uint4 row[kRows];  // hi, mid, lo; with lse the integer scale of dQ (word 2), row slot (word 3)
 };
 
+// Descriptor of K's columns as operand of dQ = dS K, 64 of them at `columns`, followed by ones: the
+// distance to the next panel leads to them. Both count from the step's first key, so that a step of
+// 16 keys makes the distance shorter by as much.
+PANTILE_DEVICE std::uint32_t columns_and_ones(std::uint32_t columns, std::uint32_t ones) {
+  return prim::descriptor(columns, static_cast<int>(ones - columns));
+}
+
+PANTILE_DEVICE constexpr std::uint32_t ones_step(int step) {
+  const std::uint32_t keys = prim::descriptor_step(step * 2048);
+  return keys - (keys << 16);
+}
+
+// A fragment of dQ on its way to global memory, as the sum holds it: in register order, with the
+// sums of dS of its rows before it.
+struct alignas(128) QueryGradientFragment {
+  float row_sums[64];
+  float values[64 * 64];
+};
+static_assert(sizeof(QueryGradientFragment) == common::kSummedFragmentFloats * 4);
+
+// Ones that stand for 8 more columns of K in dQ = dS K, which so become the sums of dS over the
+// keys of a row: 16 keys, the same for every step of the product. All of a panel's columns are
+// ones, so that the swizzle does not matter.
+template <DType kDType>
+struct alignas(1024) OnesPanel {
+  std::uint32_t words[16 * 128 / 4];
+
+  PANTILE_DEVICE void init() {
+    for (int i = static_cast<int>(threadIdx.x); i < 16 * 128 / 4;
+         i += static_cast<int>(blockDim.x)) {
+      words[i] = kDType == DType::bf16 ? 0x3f803f80u : 0x3c003c00u;
+    }
+  }
+};
+
 template <class Config>
 struct PairedStorage {
   static constexpr int kRows = Config::kTileQ;
@@ -99,8 +138,9 @@ struct PairedStorage {
   Tile<Config::kTileK, Config::kPanelsV> v;
   Tile<kRows, Config::kPanels> q[Config::kQueryStages];
   Tile<kRows, Config::kPanelsV> grad_o[Config::kGradStages];
-  Tile<kRows, panels(Config::kTileK)> dS[2];            // [query][key], one panel a warpgroup
-  alignas(1024) float dQ[Config::kConsumers][64 * 64];  // fragments, in register order
+  Tile<kRows, panels(Config::kTileK)> dS[2];  // [query][key], one panel a warpgroup
+  OnesPanel<Config::kDType> key_ones;
+  QueryGradientFragment dQ[Config::kConsumers];
   RowTerms<kRows> lse[Config::kQueryStages];
   RowTerms<kRows> delta[Config::kGradStages];
   alignas(256) std::uint32_t ones[prim::kOnesTileBytes / 4];
@@ -112,10 +152,9 @@ struct PairedStorage {
   prim::Mbarrier dq_full[Config::kConsumers], dq_empty[Config::kConsumers];
 };
 
-// Fragments of dQ on their way to global memory, in register order.
 template <int kCount>
 struct StagedFragments {
-  alignas(1024) float fragment[kCount][64 * 64];
+  QueryGradientFragment fragment[kCount];
   Ring<kCount> ring;
 };
 
@@ -125,11 +164,13 @@ struct StagedFragments<0> {};
 template <class Config>
 struct PipelineStorage {
   static constexpr int kRows = Config::kTileQ;
+  static constexpr int kKeyPanelBytes = Config::kTileK * 128;
   Tile<Config::kTileK, Config::kPanels> k;
   Tile<Config::kTileK, Config::kPanelsV> v;
   Tile<kRows, Config::kPanels> q[Config::kStages];
   Tile<kRows, Config::kPanelsV> grad_o[Config::kStages];
   Tile<kRows, 1> dS[Config::kScoreGradStages];
+  OnesPanel<Config::kDType> key_ones;
   uint4 P[4][kWarpgroup];  // fp16, thread to thread: both warpgroups hold the same elements
   alignas(256) std::uint32_t ones[prim::kOnesTileBytes / 4];
   RowTerms<kRows> lse[Config::kStages];

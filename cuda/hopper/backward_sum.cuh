@@ -1,5 +1,9 @@
 // How a warpgroup hands a fragment of dQ, 64 x 64 values in the register order of an accumulator,
 // to the sum in global memory: through shared memory for a bulk addition, or from its registers.
+//
+// A thread has 32 values of dQ. Behind them are 4 sums of dS over keys, products with ones: two of
+// each of its rows, the same in all lanes of a quad. A tile of rows has as many sums of a row as
+// fragments with that row, each over some of the keys; what counts is the sum of these.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,11 +11,32 @@
 #include <cstdint>
 
 #include "core/integer_sum.h"
-#include "hopper/backward_config.h"
+#include "hopper/backward_storage.cuh"
 #include "prim/global_add.cuh"
 #include "prim/warp.cuh"
+#include "prim/wgmma.cuh"
 
 namespace pantile::hopper {
+
+inline constexpr int kFragmentValues = 32;
+inline constexpr int kFragmentSums = 4;
+using QueryGradient = float[kFragmentValues + kFragmentSums];
+
+PANTILE_DEVICE float (&values_of(QueryGradient& dQ))
+    [kFragmentValues] { return reinterpret_cast<float (&)[kFragmentValues]>(dQ); } PANTILE_DEVICE
+    float (&sums_of(QueryGradient& dQ))
+        [kFragmentSums] { return reinterpret_cast<float (&)[kFragmentSums]>(dQ[kFragmentValues]); }
+
+// The sums of dS over kSteps times 16 keys, from `a` on; `ones`: descriptor of the panel of ones.
+template <DType kDType, int kSteps>
+PANTILE_DEVICE void sum_keys(float (&sums)[kFragmentSums], std::uint32_t a, std::uint32_t ones) {
+  prim::wgmma_ss_write<kDType, prim::Major::k, prim::Major::mn>(sums, a, ones);
+#pragma unroll
+  for (int k = 1; k < kSteps; ++k) {
+    prim::wgmma_ss<kDType, prim::Major::k, prim::Major::mn>(sums, a + prim::descriptor_step(k * 32),
+                                                            ones);
+  }
+}
 
 // What store_words() multiplies a row of dQ / scale by; the term of its LSE carries it.
 PANTILE_DEVICE float held_scale(const uint4& lse_term) {
@@ -23,10 +48,12 @@ PANTILE_DEVICE float held_scale(const uint4& lse_term) {
 // resort, takes the unit of the exponentials as long as all those of a step at head dim 128.
 // `store` stands in every branch because ptxas gives the words new registers where branches meet.
 template <class Store>
-PANTILE_DEVICE void store_words(float (&dQ)[32], const float (&row_scale)[2], const Store& store) {
+PANTILE_DEVICE void store_words(QueryGradient& dQ, const float (&row_scale)[2],
+                                const Store& store) {
+  constexpr int kCount = kFragmentValues + kFragmentSums;
   std::uint32_t bits = 0;
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     dQ[i] = core::hold_term(dQ[i], row_scale[i / 2 % 2]);
     bits |= __float_as_uint(dQ[i]);
   }
@@ -36,20 +63,20 @@ PANTILE_DEVICE void store_words(float (&dQ)[32], const float (&row_scale)[2], co
   }
   bits = 0;
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     dQ[i] = core::hold_large_term(dQ[i]);
     bits |= core::large_term_bits(dQ[i]);
   }
   if (__all_sync(prim::kAllLanes, core::all_large_in_range(bits))) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       dQ[i] = __uint_as_float(core::large_word(dQ[i]));
     }
     store();
     return;
   }
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     dQ[i] = __uint_as_float(core::converted_word(dQ[i]));
   }
   store();
@@ -62,13 +89,13 @@ PANTILE_DEVICE bool is_measuring(const float (&row_scale)[2]) {
 
 // Raises the largest addition of each of the thread's rows, which have the slots `slots` in
 // `row_max`: of the absolute values, as bits, so that NaN is above all.
-PANTILE_DEVICE void note_additions(const float (&dQ)[32], const std::uint32_t (&slots)[2],
+PANTILE_DEVICE void note_additions(const QueryGradient& dQ, const std::uint32_t (&slots)[2],
                                    std::uint32_t* row_max) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     std::uint32_t most = 0;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < (kFragmentValues + kFragmentSums) / 4; ++j) {
       most = max(most, max(__float_as_uint(fabsf(dQ[4 * j + 2 * i])),
                            __float_as_uint(fabsf(dQ[4 * j + 2 * i + 1]))));
     }
@@ -80,15 +107,30 @@ PANTILE_DEVICE void note_additions(const float (&dQ)[32], const std::uint32_t (&
   }
 }
 
+// The lane of a quad that hands over the sums of its rows, and the first of these two rows.
+PANTILE_DEVICE bool hands_over_sums() {
+  return (prim::lane_index() & 3) == 0;
+}
+
+PANTILE_DEVICE int summed_row() {
+  return static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + prim::lane_index() / 4;
+}
+
 // Writes a fragment of dQ to shared memory for a bulk addition, in register order: 16-byte stores
 // without conflicts.
 template <SumKind kSum>
-PANTILE_DEVICE void stage_fragment(float* fragment, float (&dQ)[32], const float (&row_scale)[2]) {
-  float4* to = reinterpret_cast<float4*>(fragment) + (threadIdx.x & 127);
+PANTILE_DEVICE void stage_fragment(QueryGradientFragment& fragment, QueryGradient& dQ,
+                                   const float (&row_scale)[2]) {
+  float4* to = reinterpret_cast<float4*>(fragment.values) + (threadIdx.x & 127);
   const auto store = [&] {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       to[j * kWarpgroup] = make_float4(dQ[4 * j], dQ[4 * j + 1], dQ[4 * j + 2], dQ[4 * j + 3]);
+    }
+    if (hands_over_sums()) {
+      float* const sums = fragment.row_sums + summed_row();
+      sums[0] = dQ[kFragmentValues];
+      sums[8] = dQ[kFragmentValues + 2];
     }
   };
   if constexpr (kSum == SumKind::integer) {
@@ -98,13 +140,26 @@ PANTILE_DEVICE void stage_fragment(float* fragment, float (&dQ)[32], const float
   }
 }
 
-// Adds 64 x 64 values of dQ to their fragment in global memory.
+// Adds 64 x 64 values of dQ and the sums of dS to their fragment in global memory.
 template <SumKind kSum>
-PANTILE_DEVICE void add_fragment(float* fragment, const float (&dQ)[32],
+PANTILE_DEVICE void add_fragment(float* fragment, const QueryGradient& dQ,
                                  const float (&row_scale)[2]) {
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  if (hands_over_sums()) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float* const to = fragment + summed_row() + 8 * i;
+      const float sum = dQ[kFragmentValues + 2 * i];
+      if constexpr (kSum == SumKind::integer) {
+        prim::global_add(reinterpret_cast<int*>(to), __float2int_rn(sum * row_scale[i]));
+      } else {
+        prim::global_add(to, sum);
+      }
+    }
+  }
+  float* const values = fragment + common::kFragmentRows;
   if constexpr (kSum == SumKind::integer) {
-    std::uint64_t* to = reinterpret_cast<std::uint64_t*>(fragment) + thread;
+    std::uint64_t* to = reinterpret_cast<std::uint64_t*>(values) + thread;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const float scale = row_scale[j % 2];
@@ -112,7 +167,7 @@ PANTILE_DEVICE void add_fragment(float* fragment, const float (&dQ)[32],
                             __float2int_rn(dQ[2 * j + 1] * scale));
     }
   } else {
-    float* to = fragment + thread * 4;
+    float* to = values + thread * 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       prim::global_add(to + j * 4 * kWarpgroup, dQ[4 * j], dQ[4 * j + 1], dQ[4 * j + 2],

@@ -41,9 +41,10 @@ constexpr std::int64_t key_work(const ForwardProblem& problem, int tile_k) {
          common::tile_numbers(problem.packed_k, counted_keys(problem), problem.batch, tile_k);
 }
 
-// fp32 elements of one tile of dQ: whole fragments of 64 x 64.
+// fp32 elements of one tile of dQ: whole fragments of 64 x 64 with the sums before them.
 constexpr int dq_tile_floats(int kernel_head_dim) {
-  return backward_tile_q(kernel_head_dim) * panels(kernel_head_dim) * kPanel;
+  return backward_tile_q(kernel_head_dim) / common::kFragmentRows * panels(kernel_head_dim) *
+         common::kSummedFragmentFloats;
 }
 
 constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem,

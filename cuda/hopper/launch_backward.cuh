@@ -67,7 +67,7 @@ class BackwardCall {
       status = bound_keys<Config>();
     }
     if (status.ok()) {
-      status = prepare<Config>();
+      status = prepare<Config, kSum>();
     }
     if (status.ok() && main_blocks_ > 0) {
       status = run_main<Config, kMask, kSum>(false);
@@ -103,6 +103,14 @@ class BackwardCall {
   template <class T>
   T* at(std::size_t offset) const {
     return reinterpret_cast<T*>(workspace_ + offset);
+  }
+
+  // Of LSE and its gradient: [batch][heads_q][seqlen_q], packed [heads_q][total_q].
+  std::int64_t lse_head_stride() const {
+    return forward_.packed_q ? forward_.total_q : forward_.seqlen_q;
+  }
+  std::int64_t lse_batch_stride() const {
+    return forward_.packed_q ? 0 : forward_.seqlen_q * forward_.heads_q;
   }
 
   int row_blocks() const { return static_cast<int>(offsets_.row_tile_count * forward_.heads_q); }
@@ -155,11 +163,11 @@ class BackwardCall {
     return status;
   }
 
-  template <class Config>
+  template <class Config, SumKind kSum>
   Status prepare() const {
     constexpr int kRowThreads = Config::kHeadDimV <= 64 ? 8 : Config::kHeadDimV <= 128 ? 16 : 32;
     common::PrepareParams params;
-    params.pass = row_pass(problem_.deterministic ? SumKind::integer : SumKind::floating);
+    params.pass = row_pass(kSum);
     params.o = tensors_.forward.o;
     params.grad_o = tensors_.grad_o;
     params.o_layout = forward_.o;
@@ -170,11 +178,12 @@ class BackwardCall {
     params.claimed = at<int>(offsets_.claimed);
     params.lse = tensors_.forward.lse;
     params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
-    params.lse_head_stride = forward_.packed_q ? forward_.total_q : forward_.seqlen_q;
-    params.lse_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q * forward_.heads_q;
-    constexpr auto kKernel = common::prepare_rows<Config::kDType, Config::kTileQ, kRowThreads>;
+    params.lse_head_stride = lse_head_stride();
+    params.lse_batch_stride = lse_batch_stride();
+    constexpr auto kKernel =
+        common::prepare_rows<Config::kDType, Config::kTileQ, kRowThreads, kSum == SumKind::integer>;
     const int blocks = core::max_of(row_blocks(), 1);
-    if (problem_.deterministic && key_work_ > 0) {  // beside the last blocks of bound_keys
+    if (kSum == SumKind::integer && key_work_ > 0) {  // beside the last blocks of bound_keys
       return launch_early("prepare_rows", kKernel, blocks, common::kPrepareThreads, 0, params);
     }
     kKernel<<<blocks, common::kPrepareThreads, 0, stream_>>>(params);
@@ -319,7 +328,14 @@ class BackwardCall {
     params.head_dim = static_cast<int>(forward_.head_dim);
     params.tile_k = Config::kTileK;
     params.rows_split = Config::kTileQ == 128;
-    const int fragments = dq_tile_floats_ / common::kFragmentFloats;
+    params.takes_leak = problem_.has_o_low;
+    params.k = tensors_.forward.k;
+    params.k_layout = forward_.k;
+    params.lse = tensors_.forward.lse;
+    params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
+    params.lse_head_stride = lse_head_stride();
+    params.lse_batch_stride = lse_batch_stride();
+    const int fragments = dq_tile_floats_ / common::kSummedFragmentFloats;
     return launch_early("finish_rows", common::finish_rows<Config::kDType, kFormat>,
                         row_blocks() * fragments, common::kFinishThreads, 0, params);
   }

@@ -8,6 +8,14 @@
 
 namespace pantile::prim {
 
+PANTILE_DEVICE void global_add(float* to, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+
+PANTILE_DEVICE void global_add(int* to, int x) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
 // Four neighbouring floats, 16-byte aligned.
 PANTILE_DEVICE void global_add(float* to, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a),
