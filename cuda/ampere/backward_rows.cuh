@@ -83,6 +83,10 @@ __global__ void __launch_bounds__(kRowThreads)
   const std::int64_t lse_offset = tile.head * params.lse_head_stride +
                                   (packed ? tile.sequence : tile.batch * params.lse_batch_stride) +
                                   tile.first_row;
+  core::KeyBounds bounds{};
+  if (pass.key_bounds != nullptr) {
+    bounds = common::bounds_of_keys<kDType>(pass, tile);
+  }
   const int column = thread % kGroup * 8;
   const std::int64_t low_row =
       (packed ? tile.sequence : tile.batch * params.o_low_batch_stride) + tile.first_row;
@@ -121,7 +125,7 @@ __global__ void __launch_bounds__(kRowThreads)
     }
     core::Magnitude grad_o_norm;
     if (pass.key_bounds != nullptr) {
-      grad_o_norm = common::row_norm<kDType>(y, kGroup);
+      grad_o_norm = common::row_norm<kDType, kGroup>(y);
     }
     if (column > 0) {
       continue;
@@ -133,8 +137,7 @@ __global__ void __launch_bounds__(kRowThreads)
     terms[kTileQ + i] = -delta;
     terms[2 * kTileQ + i] = 1.0f;
     if (pass.key_bounds != nullptr) {
-      terms[2 * kTileQ + i] =
-          common::first_integer_scale<kDType>(pass, tile, grad_o_norm, delta, lse);
+      terms[2 * kTileQ + i] = common::first_integer_scale(bounds, grad_o_norm, delta, lse);
       pass.row_max[tile.index * kTileQ + i] = 0;
     }
   }

@@ -32,13 +32,10 @@ PANTILE_HD constexpr Attended attended_part(const core::Mask& mask) {
 }
 
 // dQ is summed in fp32 or integer fragments of 64 rows x 64 columns, each in the register order of
-// a wgmma accumulator; a tile's fragments follow each other. On Hopper 64 sums stand before each
-// fragment, of dS over keys, one a row; fragments with the same rows have sums over different keys,
-// or 0.
+// a wgmma accumulator; a tile's fragments follow each other.
 inline constexpr int kFragmentRows = 64;
 inline constexpr int kFragmentColumns = 64;
 inline constexpr int kFragmentFloats = kFragmentRows * kFragmentColumns;
-inline constexpr int kSummedFragmentFloats = kFragmentRows + kFragmentFloats;
 
 // Numbers the tiles of all sequences of one side so that each sequence's tiles follow each other
 // and no sum over sequences is needed. Packed sequence b, which begins at row cu[b], starts with

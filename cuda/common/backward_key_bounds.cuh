@@ -59,12 +59,22 @@ PANTILE_DEVICE float norm2_of(const uint4& words, float factor) {
   return result;
 }
 
-// The Euclidean norm of a row that `threads` neighbouring lanes hold eight elements each of. Where
+// The Euclidean norm of a row that kThreads neighbouring lanes hold eight elements each of. Where
 // it is not finite the mantissa is not. All of those lanes get it.
-template <DType kDType>
-PANTILE_DEVICE core::Magnitude row_norm(const uint4& words, int threads) {
+template <DType kDType, int kThreads>
+PANTILE_DEVICE core::Magnitude row_norm(const uint4& words) {
+  float plain = norm2_of<kDType>(words, 1.0f);
+#pragma unroll
+  for (int step = kThreads / 2; step > 0; step /= 2) {
+    plain += __shfl_xor_sync(prim::kAllLanes, plain, step);
+  }
+  // Squares that vanish are then below 2^-28 of the sum.
+  if (__all_sync(prim::kAllLanes, plain > 0x1p-90f && plain < 0x1p120f)) {
+    return core::magnitude_of(sqrtf(plain));
+  }
   std::uint32_t most = max_abs_bits<kDType>(words);
-  for (int step = threads / 2; step > 0; step /= 2) {
+#pragma unroll
+  for (int step = kThreads / 2; step > 0; step /= 2) {
     most = max(most, __shfl_xor_sync(prim::kAllLanes, most, step));
   }
   const core::Magnitude largest = core::magnitude_of(__uint_as_float(most));
@@ -73,7 +83,8 @@ PANTILE_DEVICE core::Magnitude row_norm(const uint4& words, int threads) {
   const int exponent = core::clamp(largest.exponent, -120, 120);
   const float factor = __uint_as_float(static_cast<std::uint32_t>(127 - exponent) << 23);
   float norm2 = norm2_of<kDType>(words, factor);
-  for (int step = threads / 2; step > 0; step /= 2) {
+#pragma unroll
+  for (int step = kThreads / 2; step > 0; step /= 2) {
     norm2 += __shfl_xor_sync(prim::kAllLanes, norm2, step);
   }
   if (!core::is_finite_bits(most)) {
@@ -95,6 +106,53 @@ PANTILE_DEVICE std::uint32_t norm_bits(const core::Magnitude& norm) {
   return norm.exponent > 127
              ? 0x7f7fffffu
              : __float_as_uint(norm.mantissa) + (static_cast<std::uint32_t>(norm.exponent) << 23);
+}
+
+// Some keys of a head, begin..end of the attended ones, which `k` and `v` start with. kRowThreads
+// threads read one row, 16 bytes each; a block reads `stride` rows at a time and has kInFlight
+// times as many on their way.
+template <DType kDType, int kRowThreads>
+PANTILE_DEVICE core::KeyBounds bounds_of(const KeyBoundsParams& params, const std::uint16_t* k,
+                                         const std::uint16_t* v, int begin, int end) {
+  constexpr int kInFlight = 4;
+  constexpr int kStride = kBoundThreads / kRowThreads;
+  const int column = static_cast<int>(threadIdx.x) % kRowThreads * 8;
+  core::KeyBounds seen{};
+  const auto count = [column](std::uint32_t bits, std::uint32_t& most, std::int32_t& number_of,
+                              std::int32_t& exponents) {
+    most = max(most, bits);
+    if (column == 0 && bits != 0 && core::is_finite_bits(bits)) {
+      ++number_of;
+      exponents += core::magnitude_of(__uint_as_float(bits)).exponent;
+    }
+  };
+  for (int first = begin; first < end; first += kInFlight * kStride) {
+    uint4 k_words[kInFlight];
+    uint4 v_words[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int key = first + i * kStride + static_cast<int>(threadIdx.x) / kRowThreads;
+      k_words[i] = v_words[i] = make_uint4(0, 0, 0, 0);
+      if (key < end && column < params.head_dim) {
+        k_words[i] = *reinterpret_cast<const uint4*>(k + key * params.k_layout.seq + column);
+      }
+      if (key < end && column < params.head_dim_v) {
+        v_words[i] = *reinterpret_cast<const uint4*>(v + key * params.v_layout.seq + column);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      std::uint32_t max_k = max_abs_bits<kDType>(k_words[i]);
+#pragma unroll
+      for (int step = kRowThreads / 2; step > 0; step /= 2) {
+        max_k = max(max_k, __shfl_xor_sync(prim::kAllLanes, max_k, step));
+      }
+      count(max_k, seen.max_k, seen.keys_k, seen.exponents_k);
+      count(norm_bits(row_norm<kDType, kRowThreads>(v_words[i])), seen.max_v, seen.keys_v,
+            seen.exponents_v);
+    }
+  }
+  return seen;
 }
 
 // A block takes a tile of attended keys of a head.
@@ -120,61 +178,36 @@ __global__ void __launch_bounds__(kBoundThreads)
   const std::uint16_t* v = rows_of(params.v, params.v_layout);
   const int begin = tile * params.key_tiles.tile;
   const int end = core::min_of(begin + params.key_tiles.tile, part.mask.keys);
-  // row_threads threads read one row, 16 bytes each; a block reads `stride` rows at a time and has
-  // kInFlight times as many on their way.
-  constexpr int kInFlight = 4;
   const int widest = core::max_of(params.head_dim, params.head_dim_v);
-  const int row_threads = widest <= 64 ? 8 : widest <= 128 ? 16 : 32;
-  const int stride = kBoundThreads / row_threads;
-  const int column = static_cast<int>(threadIdx.x) % row_threads * 8;
-  core::KeyBounds seen{};
-  const auto count = [column](std::uint32_t bits, std::uint32_t& most, std::int32_t& number_of,
-                              std::int32_t& exponents) {
-    most = max(most, bits);
-    if (column == 0 && bits != 0 && core::is_finite_bits(bits)) {
-      ++number_of;
-      exponents += core::magnitude_of(__uint_as_float(bits)).exponent;
-    }
-  };
-  for (int first = begin; first < end; first += kInFlight * stride) {
-    uint4 k_words[kInFlight];
-    uint4 v_words[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      const int key = first + i * stride + static_cast<int>(threadIdx.x) / row_threads;
-      k_words[i] = v_words[i] = make_uint4(0, 0, 0, 0);
-      if (key < end && column < params.head_dim) {
-        k_words[i] = *reinterpret_cast<const uint4*>(k + key * params.k_layout.seq + column);
-      }
-      if (key < end && column < params.head_dim_v) {
-        v_words[i] = *reinterpret_cast<const uint4*>(v + key * params.v_layout.seq + column);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      std::uint32_t max_k = max_abs_bits<kDType>(k_words[i]);
-      for (int step = row_threads / 2; step > 0; step /= 2) {
-        max_k = max(max_k, __shfl_xor_sync(prim::kAllLanes, max_k, step));
-      }
-      count(max_k, seen.max_k, seen.keys_k, seen.exponents_k);
-      count(norm_bits(row_norm<kDType>(v_words[i], row_threads)), seen.max_v, seen.keys_v,
-            seen.exponents_v);
-    }
-  }
+  core::KeyBounds seen = widest <= 64    ? bounds_of<kDType, 8>(params, k, v, begin, end)
+                         : widest <= 128 ? bounds_of<kDType, 16>(params, k, v, begin, end)
+                                         : bounds_of<kDType, 32>(params, k, v, begin, end);
   seen.max_k = __reduce_max_sync(prim::kAllLanes, seen.max_k);
   seen.max_v = __reduce_max_sync(prim::kAllLanes, seen.max_v);
   seen.keys_k = __reduce_add_sync(prim::kAllLanes, seen.keys_k);
   seen.keys_v = __reduce_add_sync(prim::kAllLanes, seen.keys_v);
   seen.exponents_k = __reduce_add_sync(prim::kAllLanes, seen.exponents_k);
   seen.exponents_v = __reduce_add_sync(prim::kAllLanes, seen.exponents_v);
-  if (prim::lane_index() == 0 && begin < end) {
-    core::KeyBounds* bounds = params.bounds + (batch * params.heads_k + head);
-    atomicMax(&bounds->max_k, seen.max_k);
-    atomicMax(&bounds->max_v, seen.max_v);
-    atomicAdd(&bounds->keys_k, seen.keys_k);
-    atomicAdd(&bounds->keys_v, seen.keys_v);
-    atomicAdd(&bounds->exponents_k, seen.exponents_k);
-    atomicAdd(&bounds->exponents_v, seen.exponents_v);
+  __shared__ core::KeyBounds block;
+  if (threadIdx.x == 0) {
+    block = core::KeyBounds{};
+  }
+  __syncthreads();
+  const auto unite = [&seen](core::KeyBounds& bounds) {
+    atomicMax(&bounds.max_k, seen.max_k);
+    atomicMax(&bounds.max_v, seen.max_v);
+    atomicAdd(&bounds.keys_k, seen.keys_k);
+    atomicAdd(&bounds.keys_v, seen.keys_v);
+    atomicAdd(&bounds.exponents_k, seen.exponents_k);
+    atomicAdd(&bounds.exponents_v, seen.exponents_v);
+  };
+  if (prim::lane_index() == 0) {
+    unite(block);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && begin < end) {
+    seen = block;
+    unite(params.bounds[batch * params.heads_k + head]);
   }
 }
 

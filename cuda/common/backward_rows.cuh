@@ -32,20 +32,31 @@ struct RowPass {
   core::KeyBounds* key_bounds;
   int* measured;
   std::uint32_t* row_max;
+  // Where the leak of dS is to be taken from dQ (backward_key_means.cuh), else null:
+  // [batch][heads_k], a mean a column of the kernel's head dim, and whether it is large.
+  float* key_means;
+  int* large_means;
+  int key_mean_columns;
+  // Of heads with a large mean, else 0: [heads_q][row_tile_count][fragments][64], sums of dS over
+  // keys, one a row. Fragments with the same rows have the sums over different keys.
+  float* row_sums;
 };
+
+PANTILE_HD constexpr int row_sum_floats(int tile_floats) {
+  return tile_floats / kFragmentColumns;
+}
 
 template <DType kDType>
 inline constexpr int kMantissaBits = kDType == DType::f16 ? 11 : 8;
 
 struct RowTile {
   int batch, head;
-  int tile;                   // of the attended rows, and slice of the whole sequence
-  std::int64_t index;         // [head][number]
-  std::int64_t sequence;      // packed: rows before the sequence
-  int capacity;               // rows of the sequence, used or not
-  int first_row, rows;        // attended
-  int first_key, keys;        // attended
-  std::int64_t key_sequence;  // packed: keys before the sequence
+  int tile;               // of the attended rows, and slice of the whole sequence
+  std::int64_t index;     // [head][number]
+  std::int64_t sequence;  // packed: rows before the sequence
+  int capacity;           // rows of the sequence, used or not
+  int first_row, rows;    // attended
+  int keys;               // attended
 };
 
 // Blocks count down, so that the heads the main kernel starts with are written last, and read last.
@@ -77,9 +88,7 @@ PANTILE_DEVICE RowTile locate_row_tile(const RowPass& pass, int block, int block
   row_tile.sequence = queries.row;
   row_tile.first_row = part.first_row;
   row_tile.rows = part.mask.rows;
-  row_tile.first_key = part.first_key;
   row_tile.keys = part.mask.keys;
-  row_tile.key_sequence = keys.row;
   return row_tile;
 }
 
@@ -94,23 +103,6 @@ PANTILE_DEVICE int additions(const RowPass& pass, const RowTile& row_tile, int t
   const core::Span rows{first, core::min_of(first + pass.row_tiles.tile, row_tile.rows)};
   const core::Mask mask{row_tile.rows, row_tile.keys, pass.window_left, pass.window_right};
   return core::plan_row_tile(mask, rows, tile_k).visit.size();
-}
-
-// Keys of the sequence that some row of the tile sees; the tile has a row.
-PANTILE_DEVICE core::Span visible_keys(const RowPass& pass, const RowTile& row_tile) {
-  const int first = row_tile.tile * pass.row_tiles.tile;
-  const int last = core::min_of(first + pass.row_tiles.tile, row_tile.rows) - 1;
-  const core::Mask mask{row_tile.rows, row_tile.keys, pass.window_left, pass.window_right};
-  return core::Span{row_tile.first_key + core::visible_keys(mask, first).begin,
-                    row_tile.first_key + core::visible_keys(mask, last).end};
-}
-
-// Elements from K's or V's start to row 0 of the tile's sequence and key head.
-PANTILE_DEVICE std::int64_t key_sequence_offset(const Layout& layout, bool packed,
-                                                const RowPass& pass, const RowTile& row_tile) {
-  const std::int64_t rows =
-      packed ? row_tile.key_sequence * layout.seq : row_tile.batch * layout.batch;
-  return rows + row_tile.head / pass.group * layout.head;
 }
 
 // Elements from a tensor's start to row 0 of the tile's sequence and head.

@@ -48,9 +48,11 @@ class PairedConsumer {
       const int steps = on_.begin(*key_tile);
       if (steps > 0) {
         if constexpr (PairedSteps<Config, kMask, kSum>::kRowSplit) {
-          run_query_grads_late(steps);
+          run_query_grads_late<true>(steps);  // always careful: two loops would spill
+        } else if (prim::uniform(work.is_careful()) != 0) {
+          run_values_early<true>(steps);
         } else {
-          run_values_early(steps);
+          run_values_early<false>(steps);
         }
       }
       on_.store(*key_tile);
@@ -65,6 +67,7 @@ class PairedConsumer {
   // Head dims 96 and 128. Products in order: S(i+1) dQ(i) dK(i) dP(i+1) dV(i+1); the exponentials
   // run under dK and dP, the next dS under dV. Only dV crosses the loop's back edge: an accumulator
   // that the loop also reads would make ptxas serialise (C7514).
+  template <bool kCareful>
   PANTILE_DEVICE void run_values_early(int steps) {
     on_.wait_keys();
     on_.issue_S();
@@ -83,14 +86,14 @@ class PairedConsumer {
       sync_consumers();
       prim::wgmma_wait<1>();  // dV done
       on_.release_grad();
-      QueryGradient dQ;
-      on_.issue_dQ(dQ, on_.buffer());
+      QueryGradient<kCareful> dQ;
+      on_.template issue_dQ<kCareful>(dQ, on_.buffer());
       on_.issue_dK(query);
       on_.wait_dQ_buffer();
       on_.read_row_scale(query);
       on_.template take_S<1>();  // dQ done, too
       prim::pin(dQ);
-      on_.send_dQ(dQ, query);
+      on_.template send_dQ<kCareful>(dQ, query);
       on_.issue_dP();
       on_.next_tile();
       on_.compute_P();
@@ -102,12 +105,13 @@ class PairedConsumer {
     on_.release_values();
     on_.compute_dS();
     sync_consumers();
-    finish();
+    finish<kCareful>();
   }
 
   // Head dim 64. Products in order: dV(i) dQ(i-1) S(i+1) dP(i+1) dK(i); dK(i) covers dS(i+1),
   // S(i+1) covers the handing over of dQ. dQ lags by a step, so that the warpgroups, which need
   // each other's dS for it, may drift apart by a step instead of meeting in each.
+  template <bool kCareful>
   PANTILE_DEVICE void run_query_grads_late(int steps) {
     on_.wait_keys();
     on_.issue_S();
@@ -118,10 +122,10 @@ class PairedConsumer {
     on_.template take_dP<0>();
     int behind = 0;  // stage of Q of the tile before the one at work
     if (steps > 1) {
-      late_step<Step::first>(behind);
+      late_step<kCareful, Step::first>(behind);
 #pragma unroll 1
       for (int i = 2; i < steps; ++i) {
-        late_step<Step::later>(behind);
+        late_step<kCareful, Step::later>(behind);
       }
     }
     on_.release_values();
@@ -129,30 +133,30 @@ class PairedConsumer {
     on_.issue_dV();
     sync_warpgroup();
     if (steps > 1) {
-      QueryGradient dQ;
-      issue_late_dQ(dQ);
+      QueryGradient<kCareful> dQ;
+      issue_late_dQ<kCareful>(dQ);
       on_.wait_dQ_buffer();
       on_.read_row_scale(behind);
       prim::wgmma_wait<0>();
       prim::pin(dQ);
       release_late_dS();
-      on_.send_dQ(dQ, behind);
+      on_.template send_dQ<kCareful>(dQ, behind);
       on_.release_query(behind);
     }
     prim::wait(dS_ring_.full[dS_read_.stage], dS_read_.parity);
-    finish();
+    finish<kCareful>();
     release_late_dS();
   }
 
-  template <Step kStep>
+  template <bool kCareful, Step kStep>
   PANTILE_DEVICE void late_step(int& behind) {
     const int query = on_.query_stage();
     send_dS();
     on_.issue_dV();
     sync_warpgroup();
-    QueryGradient dQ;
+    QueryGradient<kCareful> dQ;
     if constexpr (kStep == Step::later) {
-      issue_late_dQ(dQ);
+      issue_late_dQ<kCareful>(dQ);
     }
     on_.issue_S();
     if constexpr (kStep == Step::later) {
@@ -164,7 +168,7 @@ class PairedConsumer {
     if constexpr (kStep == Step::later) {
       prim::pin(dQ);
       release_late_dS();
-      on_.send_dQ(dQ, behind);
+      on_.template send_dQ<kCareful>(dQ, behind);
       on_.release_query(behind);
     }
     behind = query;
@@ -187,9 +191,10 @@ class PairedConsumer {
     dS_write_.advance();
   }
 
-  PANTILE_DEVICE void issue_late_dQ(QueryGradient& dQ) {
+  template <bool kCareful>
+  PANTILE_DEVICE void issue_late_dQ(QueryGradient<kCareful>& dQ) {
     prim::wait(dS_ring_.full[dS_read_.stage], dS_read_.parity);
-    on_.issue_dQ(dQ, dS_read_.stage);
+    on_.template issue_dQ<kCareful>(dQ, dS_read_.stage);
   }
 
   PANTILE_DEVICE void release_late_dS() {
@@ -207,9 +212,10 @@ class PairedConsumer {
   }
 
   // The last step's dQ and dK.
+  template <bool kCareful>
   PANTILE_DEVICE void finish() {
-    QueryGradient dQ;
-    on_.issue_dQ(dQ, on_.buffer());
+    QueryGradient<kCareful> dQ;
+    on_.template issue_dQ<kCareful>(dQ, on_.buffer());
     on_.issue_dK(on_.query_stage());
     on_.wait_dQ_buffer();
     on_.read_row_scale(on_.query_stage());
@@ -217,7 +223,7 @@ class PairedConsumer {
     prim::pin(dQ);
     on_.release_keys();
     on_.release_grad();
-    on_.send_dQ(dQ, on_.query_stage());
+    on_.template send_dQ<kCareful>(dQ, on_.query_stage());
     on_.finish();
     on_.release_query(on_.query_stage());
   }
@@ -265,8 +271,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prim::shrink_registers<Config::kProducerRegisters>();
     if (prim::elect_one()) {
       if (warp == 0) {
-        constexpr bool kGivesUnit = kSum == SumKind::integer;
-        Loader<Config, Storage, kGivesUnit>(storage, maps, params).run();
+        Loader<Config, Storage>(storage, maps, params).run();
       } else if (warp <= Config::kConsumers) {
         QueryGradientAdder<Config, kSum, Storage>(storage, params, warp - 1).run();
       } else {

@@ -114,29 +114,24 @@ class PairedSteps {
     prim::wgmma_commit();
   }
 
-  // From dS buffer `buffer`. Split by rows, each warpgroup sums dS of its rows as 8 more columns of
-  // the product. Split by columns, both have the same rows, and each sums over its own keys, in a
-  // product of its own: for one of 72 columns ptxas finds no registers (C7512).
-  PANTILE_DEVICE void issue_dQ(QueryGradient& dQ, int buffer) {
+  // From dS buffer `buffer`, and if careful sums of dS. Split by rows, each warpgroup sums dS of
+  // its rows as 8 more columns of the product. Split by columns, both have the same rows, and each
+  // sums over its own keys, in a product of its own: for one of 72 columns ptxas finds no registers
+  // (C7512).
+  template <bool kCareful>
+  PANTILE_DEVICE void issue_dQ(QueryGradient<kCareful>& dQ, int buffer) {
     const std::uint32_t a = dS_rows_ + prim::descriptor_step(buffer * sizeof(storage_.dS[0]));
     prim::wgmma_fence();
-    if constexpr (kRowSplit) {
-      prim::wgmma_ss_write<kDType, prim::Major::k, prim::Major::mn>(dQ, a, k_columns_);
+    constexpr bool kTogether = kCareful && kRowSplit;
+    auto& columns = columns_of<kTogether>(dQ);
+    prim::wgmma_ss_write<kDType, prim::Major::k, prim::Major::mn>(columns, a, k_columns_);
 #pragma unroll
-      for (int k = 1; k < Config::kTileK / 16; ++k) {
-        prim::wgmma_ss<kDType, prim::Major::k, prim::Major::mn>(
-            dQ, a + prim::descriptor_step(k / 4 * kRowPanel + k % 4 * 32),
-            k_columns_ + ones_step(k));
-      }
-    } else {
-      auto& columns = values_of(dQ);
-      prim::wgmma_ss_write<kDType, prim::Major::k, prim::Major::mn>(columns, a, k_columns_);
-#pragma unroll
-      for (int k = 1; k < Config::kTileK / 16; ++k) {
-        prim::wgmma_ss<kDType, prim::Major::k, prim::Major::mn>(
-            columns, a + prim::descriptor_step(k / 4 * kRowPanel + k % 4 * 32),
-            k_columns_ + prim::descriptor_step(k * 2048));
-      }
+    for (int k = 1; k < Config::kTileK / 16; ++k) {
+      prim::wgmma_ss<kDType, prim::Major::k, prim::Major::mn>(
+          columns, a + prim::descriptor_step(k / 4 * kRowPanel + k % 4 * 32),
+          k_columns_ + (kTogether ? ones_step(k) : prim::descriptor_step(k * 2048)));
+    }
+    if constexpr (kCareful && !kTogether) {
       sum_keys<kDType, 4>(sums_of(dQ), a + warpgroup_ * prim::descriptor_step(kRowPanel),
                           key_ones_);
     }
@@ -210,12 +205,10 @@ class PairedSteps {
 
   // Hands the dQ fragment to the adder, which orders the stores before its bulk copy: a proxy fence
   // here would wait for them, which the products in flight delay, for a tenth of the step.
-  PANTILE_DEVICE void send_dQ(QueryGradient& dQ, int query_stage) {
-    if constexpr (kSum == SumKind::integer) {
-#pragma unroll
-      for (int i = 0; i < kFragmentSums; ++i) {
-        dQ[kFragmentValues + i] *= key_tile_->row_sum_unit;
-      }
+  template <bool kCareful>
+  PANTILE_DEVICE void send_dQ(QueryGradient<kCareful>& dQ, int query_stage) {
+    if constexpr (kCareful && kSum == SumKind::integer) {
+      scale_sums(dQ, row_sum_unit(params_, *key_tile_));
       if (is_measuring(row_scale_)) {
         const RowTerms<kTileQ>& terms = storage_.lse[query_stage];
         const int row = scaled_row();

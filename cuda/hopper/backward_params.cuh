@@ -43,6 +43,8 @@ struct BackwardParams {
   std::uint32_t* row_max;
   const int* measured;
   bool repeats;
+  const int* large_means;    // these two: see common::RowPass; or null
+  float* row_sums;           //
   int* claimed;              // work items taken beyond each block's first; 0 before
   float* dq_sum;             // [heads_q][row_tile_count][dq_tile_floats()], fragments
   const uint4* lse_terms;    // [heads_q][row_tile_count * tile_q], -lse / scale
@@ -71,7 +73,7 @@ struct KeyTile {
   int key_offset;                      // packed: rows before the sequence
   int key_capacity;                    // keys of the sequence, used or not
   MapOrigin query_origin, key_origin;  // of the first attended row and key
-  float row_sum_unit;                  // integer sums: of the loader, core/integer_unit.h
+  bool careful;                        // is_careful(); described later than the rest
 };
 
 namespace detail {
@@ -93,6 +95,16 @@ PANTILE_DEVICE int capacity(core::SequenceSide side, int batch) {
 // Whether the tile's head is one whose rows are measured.
 PANTILE_DEVICE bool is_measured(const BackwardParams& params, const KeyTile& key_tile) {
   return params.key_bounds[key_tile.batch * params.heads_k + key_tile.key_head].measured != 0;
+}
+
+// Whether the tile's head takes careful steps: they sum dS, where the keys have a large mean, and
+// note the largest additions, where rows are measured. The kernel before has found out, and must
+// have finished.
+PANTILE_DEVICE bool is_careful(const BackwardParams& params, const KeyTile& key_tile) {
+  const int head = key_tile.batch * params.heads_k + key_tile.key_head;
+  const int large_mean = params.large_means != nullptr ? params.large_means[head] : 0;
+  const int measured = params.key_bounds != nullptr ? params.key_bounds[head].measured : 0;
+  return (large_mean | measured) != 0;
 }
 
 // What sums of dS are multiplied by before they become integers in the unit of their row of dQ.

@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (role == kCopies) {
     prim::shrink_registers<Config::kProducerRegisters>();
     if (warp == 0 && prim::elect_one()) {
-      Loader<Config, Storage, false>(storage, maps, params).run();
+      Loader<Config, Storage>(storage, maps, params).run();
     } else if (warp == 1 && prim::elect_one()) {
       schedule<Config, kMask, kSum>(storage.work, params);
     } else if (Config::kBulkAdds && warp == 2 && prim::elect_one()) {

@@ -89,6 +89,11 @@ PANTILE_DEVICE void schedule(WorkQueue& queue, const BackwardParams& params) {
       return;
     }
     prim::arrive(queue.ring.full[slot.stage]);
+    // Later than the rest, so that K and V of the first tile are loaded while the kernel before
+    // drains, and those of the others without waiting for this.
+    prim::wait_for_previous_grid();
+    key_tile.careful = is_careful(params, key_tile);
+    prim::arrive(queue.careful_known[slot.stage]);
     // A block that claimed at once would take long tiles out of the order in which they run.
     prim::wait(queue.wanted, wanted_parity);
     wanted_parity ^= 1;
@@ -96,8 +101,7 @@ PANTILE_DEVICE void schedule(WorkQueue& queue, const BackwardParams& params) {
   }
 }
 
-// kGivesUnit: describes to the consumers the unit of their sums of dS.
-template <class Config, class Storage, bool kGivesUnit>
+template <class Config, class Storage>
 class Loader {
  public:
   PANTILE_DEVICE Loader(Storage& storage, const BackwardMaps& maps, const BackwardParams& params)
@@ -128,10 +132,7 @@ class Loader {
     while (const KeyTile* key_tile = work.next()) {
       if (!key_tile->rows.empty()) {
         load_keys<kWhole>(*key_tile);
-        prim::wait_for_previous_grid();  // it writes the row terms, bound_keys before it the bounds
-        if constexpr (kGivesUnit) {
-          storage_.work.at(*key_tile).row_sum_unit = row_sum_unit(params_, *key_tile);
-        }
+        prim::wait_for_previous_grid();  // it writes the row terms
         load_rows<kWhole>(*key_tile);
       }
       prim::arrive(storage_.work.wanted);
@@ -211,6 +212,7 @@ class QueryGradientAdder {
     prim::wait_for_previous_grid();  // it sets the sums to zero
     WorkReader work(storage_.work);
     while (const KeyTile* key_tile = work.next()) {
+      has_sums_ = params_.row_sums != nullptr && work.is_careful();
       for (int g = 0; g < params_.group; ++g) {
         add_head(*key_tile, key_tile->key_head * params_.group + g);
       }
@@ -220,31 +222,39 @@ class QueryGradientAdder {
   }
 
  private:
-  static constexpr int kFragment = common::kSummedFragmentFloats;
+  static constexpr int kFragment = common::kFragmentFloats;
   static constexpr int kTileFloats = Config::kConsumers * kFragment;
+  static constexpr int kTileSums = common::row_sum_floats(kTileFloats);
 
-  // The sums and the columns behind them; columns past the head dim lie at the end of the second
-  // fragment.
+  // Columns past the head dim lie at the end of the second fragment.
   PANTILE_DEVICE int bytes() const {
     constexpr int kLastColumns = Config::kHeadDim - (Config::kPanels - 1) * kPanel;
     constexpr bool kColumnSplit = Config::kPanels == Config::kConsumers;
-    return 64 * 4 * (1 + (kColumnSplit && warpgroup_ > 0 ? kLastColumns : kPanel));
+    return 64 * 4 * (kColumnSplit && warpgroup_ > 0 ? kLastColumns : kPanel);
+  }
+
+  // To the sum of dQ or of dS.
+  PANTILE_DEVICE static void add(float* to, const float* from, int bytes) {
+    if constexpr (kSum == SumKind::integer) {
+      prim::bulk_add_u32(reinterpret_cast<std::uint32_t*>(to), from, bytes);
+    } else {
+      prim::bulk_add_f32(to, from, bytes);
+    }
   }
 
   PANTILE_DEVICE void add_head(const KeyTile& key_tile, int head) {
-    float* to = params_.dq_sum +
-                (head * params_.row_tile_count + key_tile.first_row_tile) * kTileFloats +
-                warpgroup_ * kFragment;
-    const float* const from = storage_.dQ[warpgroup_].row_sums;
+    const std::int64_t index = head * params_.row_tile_count + key_tile.first_row_tile;
+    float* const to = params_.dq_sum + index * kTileFloats + warpgroup_ * kFragment;
+    float* const row_sums = params_.row_sums + index * kTileSums + warpgroup_ * 64;
     for (int tile = key_tile.rows.begin; tile < key_tile.rows.end; ++tile) {
       prim::wait(storage_.dq_full[warpgroup_], parity_);
       parity_ ^= 1;
       prim::fence_async_proxy();  // the fragment was written by ordinary stores
-      float* fragment = to + static_cast<std::int64_t>(tile) * kTileFloats;
-      if constexpr (kSum == SumKind::integer) {
-        prim::bulk_add_u32(reinterpret_cast<std::uint32_t*>(fragment), from, bytes());
-      } else {
-        prim::bulk_add_f32(fragment, from, bytes());
+      const QueryGradientFragment& fragment = storage_.dQ[warpgroup_];
+      add(to + static_cast<std::int64_t>(tile) * kTileFloats, fragment.values, bytes());
+      if (has_sums_) {
+        add(row_sums + static_cast<std::int64_t>(tile) * kTileSums, fragment.row_sums,
+            sizeof(fragment.row_sums));
       }
       prim::bulk_commit();
       prim::bulk_wait_read<0>();
@@ -256,6 +266,7 @@ class QueryGradientAdder {
   const BackwardParams& params_;
   const int warpgroup_;
   std::uint32_t parity_ = 0;
+  bool has_sums_ = false;
 };
 
 }  // namespace pantile::hopper

@@ -45,17 +45,17 @@ struct Ring {
 // The tiles of keys that a block works on, one after the other: the scheduler describes the next
 // one while the other roles are at work on the one before.
 struct WorkQueue {
-  KeyTile tiles[2];       // batch -1: no more
-  Ring<2> ring;           // full: described; empty: done with
+  KeyTile tiles[2];  // batch -1: no more
+  Ring<2> ring;      // full: described; empty: done with
+  prim::Mbarrier careful_known[2];
   prim::Mbarrier wanted;  // the loader has requested all of the last tile
 
   PANTILE_DEVICE void init(int reader_warps) {
     ring.init(reader_warps);
     prim::init(wanted, 1);
+    prim::init(careful_known[0], 1);
+    prim::init(careful_known[1], 1);
   }
-
-  // A reader's tile, for what the loader adds to it before the first of its rows arrives.
-  PANTILE_DEVICE KeyTile& at(const KeyTile& key_tile) { return tiles[&key_tile - tiles]; }
 };
 
 // A role's walk through the queue.
@@ -68,6 +68,12 @@ class WorkReader {
     prim::wait(queue_.ring.full[cursor_.stage], cursor_.parity);
     const KeyTile* key_tile = &queue_.tiles[cursor_.stage];
     return key_tile->batch < 0 ? nullptr : key_tile;
+  }
+
+  // Of the tile that next() returned.
+  PANTILE_DEVICE bool is_careful() const {
+    prim::wait(queue_.careful_known[cursor_.stage], cursor_.parity);
+    return queue_.tiles[cursor_.stage].careful;
   }
 
   // One thread of each warp says that the warp is done with it.
@@ -108,13 +114,11 @@ PANTILE_DEVICE constexpr std::uint32_t ones_step(int step) {
   return keys - (keys << 16);
 }
 
-// A fragment of dQ on its way to global memory, as the sum holds it: in register order, with the
-// sums of dS of its rows before it.
+// A fragment of dQ on its way to global memory, in register order, and sums of dS of its rows.
 struct alignas(128) QueryGradientFragment {
-  float row_sums[64];
   float values[64 * 64];
+  float row_sums[64];
 };
-static_assert(sizeof(QueryGradientFragment) == common::kSummedFragmentFloats * 4);
 
 // Ones that stand for 8 more columns of K in dQ = dS K, which so become the sums of dS over the
 // keys of a row: 16 keys, the same for every step of the product. All of a panel's columns are

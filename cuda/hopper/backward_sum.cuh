@@ -1,9 +1,9 @@
 // How a warpgroup hands a fragment of dQ, 64 x 64 values in the register order of an accumulator,
 // to the sum in global memory: through shared memory for a bulk addition, or from its registers.
 //
-// A thread has 32 values of dQ. Behind them are 4 sums of dS over keys, products with ones: two of
-// each of its rows, the same in all lanes of a quad. A tile of rows has as many sums of a row as
-// fragments with that row, each over some of the keys; what counts is the sum of these.
+// A thread has 32 values of dQ. In careful steps there are 4 sums of dS over keys behind them,
+// products with ones: two of each of its rows, the same in all lanes of a quad. A tile of rows has
+// as many sums of a row as fragments with that row, each over some of the keys.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,12 +20,25 @@ namespace pantile::hopper {
 
 inline constexpr int kFragmentValues = 32;
 inline constexpr int kFragmentSums = 4;
-using QueryGradient = float[kFragmentValues + kFragmentSums];
+template <bool kCareful>
+using QueryGradient = float[kFragmentValues + (kCareful ? kFragmentSums : 0)];
 
-PANTILE_DEVICE float (&values_of(QueryGradient& dQ))
-    [kFragmentValues] { return reinterpret_cast<float (&)[kFragmentValues]>(dQ); } PANTILE_DEVICE
-    float (&sums_of(QueryGradient& dQ))
-        [kFragmentSums] { return reinterpret_cast<float (&)[kFragmentSums]>(dQ[kFragmentValues]); }
+// The accumulators of the product of dS with columns of K, or with these and ones.
+template <bool kWithOnes, int kCount>
+PANTILE_DEVICE auto& columns_of(float (&dQ)[kCount]) {
+  return reinterpret_cast<float (&)[kWithOnes ? kCount : kFragmentValues]>(dQ);
+}
+
+PANTILE_DEVICE float (&sums_of(QueryGradient<true>& dQ))
+    [kFragmentSums] { return reinterpret_cast<float (&)[kFragmentSums]>(dQ[kFragmentValues]); }
+
+// So that integers of the sums have the unit of their row of dQ.
+PANTILE_DEVICE void scale_sums(QueryGradient<true>& dQ, float row_sum_unit) {
+#pragma unroll
+  for (int i = 0; i < kFragmentSums; ++i) {
+    dQ[kFragmentValues + i] *= row_sum_unit;
+  }
+}
 
 // The sums of dS over kSteps times 16 keys, from `a` on; `ones`: descriptor of the panel of ones.
 template <DType kDType, int kSteps>
@@ -47,10 +60,9 @@ PANTILE_DEVICE float held_scale(const uint4& lse_term) {
 // calls `store`. `row_scale` is that of the thread's two rows. The conversion instruction, last
 // resort, takes the unit of the exponentials as long as all those of a step at head dim 128.
 // `store` stands in every branch because ptxas gives the words new registers where branches meet.
-template <class Store>
-PANTILE_DEVICE void store_words(QueryGradient& dQ, const float (&row_scale)[2],
+template <int kCount, class Store>
+PANTILE_DEVICE void store_words(float (&dQ)[kCount], const float (&row_scale)[2],
                                 const Store& store) {
-  constexpr int kCount = kFragmentValues + kFragmentSums;
   std::uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -89,7 +101,7 @@ PANTILE_DEVICE bool is_measuring(const float (&row_scale)[2]) {
 
 // Raises the largest addition of each of the thread's rows, which have the slots `slots` in
 // `row_max`: of the absolute values, as bits, so that NaN is above all.
-PANTILE_DEVICE void note_additions(const QueryGradient& dQ, const std::uint32_t (&slots)[2],
+PANTILE_DEVICE void note_additions(const QueryGradient<true>& dQ, const std::uint32_t (&slots)[2],
                                    std::uint32_t* row_max) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -118,8 +130,8 @@ PANTILE_DEVICE int summed_row() {
 
 // Writes a fragment of dQ to shared memory for a bulk addition, in register order: 16-byte stores
 // without conflicts.
-template <SumKind kSum>
-PANTILE_DEVICE void stage_fragment(QueryGradientFragment& fragment, QueryGradient& dQ,
+template <SumKind kSum, int kCount>
+PANTILE_DEVICE void stage_fragment(QueryGradientFragment& fragment, float (&dQ)[kCount],
                                    const float (&row_scale)[2]) {
   float4* to = reinterpret_cast<float4*>(fragment.values) + (threadIdx.x & 127);
   const auto store = [&] {
@@ -127,10 +139,12 @@ PANTILE_DEVICE void stage_fragment(QueryGradientFragment& fragment, QueryGradien
     for (int j = 0; j < 8; ++j) {
       to[j * kWarpgroup] = make_float4(dQ[4 * j], dQ[4 * j + 1], dQ[4 * j + 2], dQ[4 * j + 3]);
     }
-    if (hands_over_sums()) {
-      float* const sums = fragment.row_sums + summed_row();
-      sums[0] = dQ[kFragmentValues];
-      sums[8] = dQ[kFragmentValues + 2];
+    if constexpr (kCount > kFragmentValues) {
+      if (hands_over_sums()) {
+        float* const sums = fragment.row_sums + summed_row();
+        sums[0] = dQ[kFragmentValues];
+        sums[8] = dQ[kFragmentValues + 2];
+      }
     }
   };
   if constexpr (kSum == SumKind::integer) {
@@ -140,26 +154,32 @@ PANTILE_DEVICE void stage_fragment(QueryGradientFragment& fragment, QueryGradien
   }
 }
 
-// Adds 64 x 64 values of dQ and the sums of dS to their fragment in global memory.
+// Adds a thread's sums of dS, to those of 64 rows in global memory.
 template <SumKind kSum>
-PANTILE_DEVICE void add_fragment(float* fragment, const QueryGradient& dQ,
-                                 const float (&row_scale)[2]) {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-  if (hands_over_sums()) {
+PANTILE_DEVICE void add_sums(float* row_sums, const QueryGradient<true>& dQ,
+                             const float (&row_scale)[2]) {
+  if (!hands_over_sums()) {
+    return;
+  }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float* const to = fragment + summed_row() + 8 * i;
-      const float sum = dQ[kFragmentValues + 2 * i];
-      if constexpr (kSum == SumKind::integer) {
-        prim::global_add(reinterpret_cast<int*>(to), __float2int_rn(sum * row_scale[i]));
-      } else {
-        prim::global_add(to, sum);
-      }
+  for (int i = 0; i < 2; ++i) {
+    float* const to = row_sums + summed_row() + 8 * i;
+    const float sum = dQ[kFragmentValues + 2 * i];
+    if constexpr (kSum == SumKind::integer) {
+      prim::global_add(reinterpret_cast<int*>(to), __float2int_rn(sum * row_scale[i]));
+    } else {
+      prim::global_add(to, sum);
     }
   }
-  float* const values = fragment + common::kFragmentRows;
+}
+
+// Adds 64 x 64 values of dQ to their fragment in global memory.
+template <SumKind kSum, int kCount>
+PANTILE_DEVICE void add_fragment(float* fragment, const float (&dQ)[kCount],
+                                 const float (&row_scale)[2]) {
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   if constexpr (kSum == SumKind::integer) {
-    std::uint64_t* to = reinterpret_cast<std::uint64_t*>(values) + thread;
+    std::uint64_t* to = reinterpret_cast<std::uint64_t*>(fragment) + thread;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const float scale = row_scale[j % 2];
@@ -167,7 +187,7 @@ PANTILE_DEVICE void add_fragment(float* fragment, const QueryGradient& dQ,
                             __float2int_rn(dQ[2 * j + 1] * scale));
     }
   } else {
-    float* to = values + thread * 4;
+    float* to = fragment + thread * 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       prim::global_add(to + j * 4 * kWarpgroup, dQ[4 * j], dQ[4 * j + 1], dQ[4 * j + 2],

@@ -18,6 +18,9 @@ struct BackwardWorkspace {
   std::size_t lse_terms;    // 16 bytes [heads_q][row_tile_count * tile_q]
   std::size_t delta_terms;  // the same
   std::size_t claimed;      // int32, the main kernel's work counter
+  std::size_t large_means;  // int32 [batch][heads_k], whether the mean of the keys is large
+  std::size_t key_means;    // float [batch][heads_k][columns of whole panels]
+  std::size_t row_sums;     // float [heads_q][row_tile_count][fragments][64]
   // Deterministic only. The first two are zero when the first kernel starts.
   std::size_t measured;    // int32, whether some head is measured
   std::size_t key_bounds;  // core::KeyBounds [batch][heads_k]
@@ -41,10 +44,9 @@ constexpr std::int64_t key_work(const ForwardProblem& problem, int tile_k) {
          common::tile_numbers(problem.packed_k, counted_keys(problem), problem.batch, tile_k);
 }
 
-// fp32 elements of one tile of dQ: whole fragments of 64 x 64 with the sums before them.
+// fp32 elements of one tile of dQ: whole fragments of 64 x 64.
 constexpr int dq_tile_floats(int kernel_head_dim) {
-  return backward_tile_q(kernel_head_dim) / common::kFragmentRows * panels(kernel_head_dim) *
-         common::kSummedFragmentFloats;
+  return backward_tile_q(kernel_head_dim) * panels(kernel_head_dim) * kPanel;
 }
 
 constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem,
@@ -61,6 +63,17 @@ constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem,
   workspace.delta_terms = workspace.lse_terms + terms;
   workspace.claimed = workspace.delta_terms + terms;
   workspace.bytes = workspace.claimed + kAlign;
+  if (problem.has_o_low) {
+    const auto heads = static_cast<std::size_t>(forward.batch * forward.heads_k);
+    workspace.large_means = workspace.bytes;
+    workspace.key_means = (workspace.large_means + heads * 4 + 15) / 16 * 16;
+    workspace.row_sums = workspace.key_means +
+                         heads * static_cast<std::size_t>(panels(kernel_head_dim) * kPanel) * 4;
+    workspace.row_sums = (workspace.row_sums + 15) / 16 * 16;
+    workspace.bytes =
+        workspace.row_sums +
+        tiles * static_cast<std::size_t>(dq_tile_floats(kernel_head_dim)) / kPanel * 4;
+  }
   if (problem.deterministic) {
     workspace.measured = workspace.bytes;
     workspace.key_bounds = workspace.measured + 16;

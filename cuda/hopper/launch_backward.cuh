@@ -57,6 +57,7 @@ class BackwardCall {
         multiprocessors_(core::max_of(plan.device.multiprocessors, 1)),
         main_blocks_(plan.blocks),
         key_work_(static_cast<int>(key_work(forward_, plan.tile_k))),
+        kernel_head_dim_(plan.kernel->head_dim),
         dq_tile_floats_(dq_tile_floats(plan.kernel->head_dim)),
         mask_(core::make_mask(0, 0, forward_.window_left, forward_.window_right)) {}
 
@@ -133,6 +134,11 @@ class BackwardCall {
     const bool integer = sum == SumKind::integer;
     pass.key_bounds = integer ? at<core::KeyBounds>(offsets_.key_bounds) : nullptr;
     pass.measured = integer ? at<int>(offsets_.measured) : nullptr;
+    const bool leak = problem_.has_o_low;
+    pass.key_means = leak ? at<float>(offsets_.key_means) : nullptr;
+    pass.large_means = leak ? at<int>(offsets_.large_means) : nullptr;
+    pass.row_sums = leak ? at<float>(offsets_.row_sums) : nullptr;
+    pass.key_mean_columns = panels(kernel_head_dim_) * kPanel;
     pass.row_max = integer ? at<std::uint32_t>(offsets_.row_max) : nullptr;
     return pass;
   }
@@ -182,7 +188,12 @@ class BackwardCall {
     params.lse_batch_stride = lse_batch_stride();
     constexpr auto kKernel =
         common::prepare_rows<Config::kDType, Config::kTileQ, kRowThreads, kSum == SumKind::integer>;
-    const int blocks = core::max_of(row_blocks(), 1);
+    params.keys.k = tensors_.forward.k;
+    params.keys.k_layout = forward_.k;
+    params.keys.head_dim = static_cast<int>(forward_.head_dim);
+    params.key_mean_blocks =
+        params.pass.key_means != nullptr ? static_cast<int>(forward_.batch * forward_.heads_k) : 0;
+    const int blocks = core::max_of(row_blocks(), 1) + params.key_mean_blocks;
     if (kSum == SumKind::integer && key_work_ > 0) {  // beside the last blocks of bound_keys
       return launch_early("prepare_rows", kKernel, blocks, common::kPrepareThreads, 0, params);
     }
@@ -275,6 +286,8 @@ class BackwardCall {
     params.row_max = pass.row_max;
     params.measured = pass.measured;
     params.repeats = repeats;
+    params.large_means = pass.large_means;
+    params.row_sums = pass.row_sums;
     params.claimed = at<int>(offsets_.claimed);
     params.dq_sum = at<float>(offsets_.dq_sum);
     params.lse_terms = at<uint4>(offsets_.lse_terms);
@@ -328,14 +341,11 @@ class BackwardCall {
     params.head_dim = static_cast<int>(forward_.head_dim);
     params.tile_k = Config::kTileK;
     params.rows_split = Config::kTileQ == 128;
-    params.takes_leak = problem_.has_o_low;
-    params.k = tensors_.forward.k;
-    params.k_layout = forward_.k;
     params.lse = tensors_.forward.lse;
     params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
     params.lse_head_stride = lse_head_stride();
     params.lse_batch_stride = lse_batch_stride();
-    const int fragments = dq_tile_floats_ / common::kSummedFragmentFloats;
+    const int fragments = dq_tile_floats_ / common::kFragmentFloats;
     return launch_early("finish_rows", common::finish_rows<Config::kDType, kFormat>,
                         row_blocks() * fragments, common::kFinishThreads, 0, params);
   }
@@ -359,6 +369,7 @@ class BackwardCall {
   const int multiprocessors_;
   const int main_blocks_;
   const int key_work_;
+  const int kernel_head_dim_;
   const int dq_tile_floats_;
   const core::Mask mask_;  // only its window
 };
