@@ -109,10 +109,15 @@ PANTILE_HD constexpr Magnitude row_bound(const KeyBounds& bounds, const Magnitud
   return product(scores, magnitude_of(bits_float(bounds.max_k)));
 }
 
-// The power of two next below max |K|: times that, a row's sums of dS are bounded as its dQ is, and
-// have the same unit. 0 where no key has a normal number.
+// The power of two of a usual key, at most max |K|: times that, a row's sums of dS are bounded as
+// its dQ is, and have the same unit. Not that of the loudest key: in a head that is measured the
+// sums would then be all that is seen. 0 where no key has a finite number but 0.
 PANTILE_HD constexpr float row_sum_unit(const KeyBounds& bounds) {
-  return bits_float(bounds.max_k & 0x7f800000u);
+  if (bounds.keys_k == 0) {
+    return 0.0f;
+  }
+  const int exponent = clamp(bounds.exponents_k / bounds.keys_k, -126, 126);
+  return bits_float(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
 
 // Of a row whose largest addition, of `additions`, was `largest`.

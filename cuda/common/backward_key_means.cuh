@@ -23,9 +23,33 @@ struct KeyMeanParams {
 inline constexpr int kMeanThreads = 256;
 inline constexpr int kMeanRounds = 4;  // 32 to 128 keys: 1 KB a row of threads, all on their way
 
-// The leak of a head is taken away if the squared mean is at least this part of the mean square: a
-// mean of half a standard deviation. Of keys without a mean, 32 show 1/32.
-inline constexpr float kLargeMean = 0.2f;
+// The leak of a head is taken away if the squared mean is at least this part of the variance: a
+// mean of half a standard deviation.
+inline constexpr float kLargeMean = 0.25f;
+
+// Of the middle half of some numbers: their mean, and how far apart its ends are.
+struct MiddleHalf {
+  float mean, width;
+};
+
+// Of `count` numbers, a multiple of 4, `stride` apart. The order of equal ones is that in memory.
+PANTILE_DEVICE MiddleHalf middle_half(const float* numbers, int count, int stride) {
+  float sum = 0.0f;
+  float low = 0.0f;
+  float high = 0.0f;
+  for (int i = 0; i < count; ++i) {
+    const float x = numbers[i * stride];
+    int rank = 0;
+    for (int j = 0; j < count; ++j) {
+      const float y = numbers[j * stride];
+      rank += y < x || (y == x && j < i) ? 1 : 0;
+    }
+    low = rank == count / 4 ? x : low;
+    high = rank == 3 * count / 4 - 1 ? x : high;
+    sum += rank >= count / 4 && rank < 3 * count / 4 ? x : 0.0f;
+  }
+  return MiddleHalf{sum / static_cast<float>(count / 2), high - low};
+}
 
 // The sum over a block of kMeanThreads, in a fixed order; all threads get it.
 PANTILE_DEVICE float block_sum(float x, float (&warps)[kMeanThreads / 32]) {
@@ -74,12 +98,11 @@ PANTILE_DEVICE void sample_keys(const RowPass& pass, const KeyMeanParams& params
     const std::int64_t sample = 2 * (thread / key_threads + i * groups) + 1;
     words[i] = make_uint4(0, 0, 0, 0);
     if (column < params.head_dim && part.mask.keys > 0) {
-      const std::int64_t key = sample * part.mask.keys / (2 * samples);
+      const std::int64_t key = sample * part.mask.keys / (2 * samples);  // evenly spaced
       words[i] = *reinterpret_cast<const uint4*>(from + key * params.k_layout.seq);
     }
   }
   float sums[8] = {};
-  float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kMeanRounds; ++i) {
     const std::uint32_t x[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
@@ -87,9 +110,7 @@ PANTILE_DEVICE void sample_keys(const RowPass& pass, const KeyMeanParams& params
     for (int j = 0; j < 8; ++j) {
       const float2 pair = prim::unpack<kDType>(x[j / 2]);
       const float one = j % 2 == 0 ? pair.x : pair.y;
-      const float finite = fabsf(one) < __builtin_huge_valf() ? one : 0.0f;
-      sums[j] += finite;
-      squares += finite * finite;
+      sums[j] += fabsf(one) < __builtin_huge_valf() ? one : 0.0f;
     }
   }
 #pragma unroll
@@ -97,18 +118,23 @@ PANTILE_DEVICE void sample_keys(const RowPass& pass, const KeyMeanParams& params
     columns[thread * 8 + j] = sums[j];
   }
   __syncthreads();
+  // Of normal numbers the middle half is 1.35 standard deviations wide; those of a group's sums are
+  // sqrt(kMeanRounds) times those of the keys.
+  constexpr float kWidth2 = 1.35f * 1.35f * kMeanRounds;
   float mean = 0.0f;
+  float variance = 0.0f;
   if (thread < pass.key_mean_columns) {
-    for (int group = 0; group < groups && thread < key_threads * 8; ++group) {
-      mean += columns[group * key_threads * 8 + thread];
+    if (thread < key_threads * 8) {
+      const MiddleHalf middle = middle_half(columns + thread, groups, key_threads * 8);
+      mean = middle.mean * (1.0f / kMeanRounds);
+      variance = middle.width * middle.width * (1.0f / kWidth2);
     }
-    mean /= static_cast<float>(samples);
     pass.key_means[number * pass.key_mean_columns + thread] = mean;
   }
   const float square_of_mean = block_sum(mean * mean, warps);
-  const float mean_square = block_sum(squares, warps) / static_cast<float>(samples);
+  const float total_variance = block_sum(variance, warps);
   if (thread == 0) {
-    pass.large_means[number] = square_of_mean > kLargeMean * mean_square ? 1 : 0;
+    pass.large_means[number] = square_of_mean > kLargeMean * total_variance ? 1 : 0;
   }
 }
 

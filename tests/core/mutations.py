@@ -728,6 +728,8 @@ LISTED = {
         ("IntegerUnit.LoudKeysAreMeasured", "!is_finite_bits(bounds.max_v)", "false"),
         ("IntegerUnit.SlotsAreFiniteNumbers", "(low & 0x4000u) << 1", "(low & 0x4000u)"),
         ("IntegerUnit.SlotsAreFiniteNumbers", "(word >> 31) << 29", "(word >> 31) << 28"),
+        ("IntegerUnit.RowSumsHaveTheUnitOfUsualKeys", "bounds.keys_k, -126", "1, -126"),
+        ("IntegerUnit.RowSumsHaveTheUnitOfUsualKeys", "bounds.keys_k == 0", "bounds.keys_v == 0"),
         ("IntegerUnit.BoundsOfRows", "magnitude_of(delta)", "magnitude_of(0.0f)"),
         ("IntegerUnit.BoundsOfRows", "static_cast<float>(additions)", "1.0f"),
     ],

@@ -20,6 +20,7 @@ using pantile::core::measured_bound;
 using pantile::core::must_be_measured;
 using pantile::core::product;
 using pantile::core::row_bound;
+using pantile::core::row_sum_unit;
 using pantile::core::slot_of;
 using pantile::core::slot_word;
 using pantile::core::sum;
@@ -124,6 +125,19 @@ TEST(IntegerUnit, SlotsAreFiniteNumbers) {
     ASSERT_EQ(slot_of(word), slot);
   }
   EXPECT_EQ(slot_of(slot_word(0x3fffffffu)), 0x3fffffffu);
+}
+
+TEST(IntegerUnit, RowSumsHaveTheUnitOfUsualKeys) {
+  KeyBounds bounds = usual_keys(1e6f, 2.0f);
+  bounds.keys_k = 4;
+  bounds.exponents_k = 12;
+  EXPECT_EQ(row_sum_unit(bounds), 8.0f);
+  bounds.exponents_k = -12;
+  EXPECT_EQ(row_sum_unit(bounds), 0.125f);
+  bounds.exponents_k = -4 * 149;  // subnormal
+  EXPECT_EQ(row_sum_unit(bounds), 0x1p-126f);
+  bounds.keys_k = 0;
+  EXPECT_EQ(row_sum_unit(bounds), 0.0f);
 }
 
 TEST(IntegerUnit, BoundsOfRows) {
