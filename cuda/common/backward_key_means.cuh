@@ -21,7 +21,8 @@ struct KeyMeanParams {
 };
 
 inline constexpr int kMeanThreads = 256;
-inline constexpr int kMeanRounds = 4;  // 32 to 128 keys: 1 KB a row of threads, all on their way
+inline constexpr int kMeanRounds = 4;   // keys of a group of threads, all on their way
+inline constexpr int kMeanGroups = 16;  // at most: 32 to 64 keys
 
 // The leak of a head is taken away if the squared mean is at least this part of the variance: a
 // mean of half a standard deviation.
@@ -83,7 +84,7 @@ PANTILE_DEVICE void sample_keys(const RowPass& pass, const KeyMeanParams& params
   const Attended part =
       attended_part(core::Mask{queries.length, keys.length, pass.window_left, pass.window_right});
   const int key_threads = params.head_dim <= 64 ? 8 : params.head_dim <= 128 ? 16 : 32;
-  const int groups = kMeanThreads / key_threads;
+  const int groups = core::min_of(kMeanThreads / key_threads, kMeanGroups);
   const int samples = kMeanRounds * groups;
   const int thread = static_cast<int>(threadIdx.x);
   const int column = thread % key_threads * 8;
@@ -97,7 +98,7 @@ PANTILE_DEVICE void sample_keys(const RowPass& pass, const KeyMeanParams& params
   for (int i = 0; i < kMeanRounds; ++i) {
     const std::int64_t sample = 2 * (thread / key_threads + i * groups) + 1;
     words[i] = make_uint4(0, 0, 0, 0);
-    if (column < params.head_dim && part.mask.keys > 0) {
+    if (thread < groups * key_threads && column < params.head_dim && part.mask.keys > 0) {
       const std::int64_t key = sample * part.mask.keys / (2 * samples);  // evenly spaced
       words[i] = *reinterpret_cast<const uint4*>(from + key * params.k_layout.seq);
     }
