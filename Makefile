@@ -1,5 +1,5 @@
-# The words of this project; `make help` lists them. Everything happens in a virtual environment
-# (.venv) and in build/, both made on first use.
+# `make help` lists all targets. Everything happens in a virtual environment (.venv) and in build/,
+# both made on first use.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -52,13 +52,14 @@ report:  ## registers, spills, advisories and hot-loop schedules against tools/k
 	else echo "report: this build has no CUDA kernels"; fi
 
 .PHONY: lint
-lint: $(VENV)/ready  ## ruff, clang-format, layers and sizes, links, generated tables
+lint: $(VENV)/ready  ## ruff, clang-format, layers and sizes, pages, links, generated tables
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 	$(PY) tools/check_layers.py
 	$(PY) tools/check_links.py
 	$(PY) tools/support_matrix.py --check
+	$(PY) tools/api_docs.py --check
 	$(PY) benchmarks/plot.py --check
 	$(PY) tools/results_docs.py --check
 	$(PY) tools/verification.py --check
@@ -83,6 +84,7 @@ bench:  ## this machine against torch (after make build); more: docs/benchmarks.
 .PHONY: docs
 docs: $(VENV)/ready  ## rewrite the generated tables, numbers and plots of README and docs
 	$(PY) tools/support_matrix.py
+	$(PY) tools/api_docs.py
 	$(PY) benchmarks/plot.py
 	$(PY) tools/results_docs.py
 	$(PY) tools/verification.py

@@ -1,5 +1,6 @@
 """FlashAttention-T: every softmax mode of the Ampere forward against the vector mode that rescales
-always, and against FlashAttention-2 and 3, in one process (docs/flashattention-t.md).
+always, and against FlashAttention-2 and 3, in one process
+(docs/experiments/flashattention-t.md).
 
     python benchmarks/flashattention_t.py --out benchmarks/results/flashattention_t.jsonl
 

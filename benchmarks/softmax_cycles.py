@@ -1,5 +1,5 @@
 """Clocks of one key tile on one scheduler, by instruction counts: what each softmax mode of the
-Ampere forward should bring on a GPU (docs/flashattention-t.md).
+Ampere forward should bring on a GPU (docs/experiments/flashattention-t.md).
 
     python benchmarks/softmax_cycles.py
 

@@ -24,7 +24,10 @@ pantile_project_test(consumer.find_package ${CMAKE_CURRENT_SOURCE_DIR}/consumer
 pantile_project_test(consumer.engine ${PROJECT_SOURCE_DIR}/examples/cpp_engine
   "${_work}/consumer.engine/engine;256"
   OPTIONS -DCMAKE_PREFIX_PATH=${_work}/prefix)
-set_tests_properties(consumer.find_package consumer.engine PROPERTIES
+pantile_project_test(consumer.page ${CMAKE_CURRENT_SOURCE_DIR}/consumer/page
+  ${_work}/consumer.page/page
+  OPTIONS -DCMAKE_PREFIX_PATH=${_work}/prefix)
+set_tests_properties(consumer.find_package consumer.engine consumer.page PROPERTIES
   FIXTURES_REQUIRED static_install)
 
 pantile_project_test(consumer.add_subdirectory ${CMAKE_CURRENT_SOURCE_DIR}/consumer

@@ -5,6 +5,7 @@
   header must exist.
 * Sizes: lines of a file, of a function at namespace scope, and columns.
 * Words: no work notes, no printing from kernels.
+* Pages: columns of prose, lines of a design page.
 
 Reads the files git knows or would add, so build trees do not count.
 """
@@ -53,12 +54,15 @@ FILE_LINES = {".cuh": 450, ".cu": 450, ".h": 450, ".cc": 450, ".py": 600}
 FUNCTION_LINES = 60
 ROLE_LINES = 120  # in cuda/, where a role's main loop is one function
 
+DESIGN_LINES = 150  # of a page in docs/design
+GENERATED_PAGES = {"docs/gpu-verification.md"}
+
 CODE = (".h", ".cc", ".cuh", ".cu", ".py")
 CXX = (".h", ".cc", ".cuh", ".cu")
 WORK_NOTES = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
 
-def sources() -> list[str]:
+def sources(suffixes: tuple[str, ...] = CODE) -> list[str]:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -66,7 +70,7 @@ def sources() -> list[str]:
         text=True,
         check=True,
     ).stdout.split("\n")
-    return sorted(f for f in set(listed) if f.endswith(CODE) and (ROOT / f).exists())
+    return sorted(f for f in set(listed) if f.endswith(suffixes) and (ROOT / f).exists())
 
 
 def resolve(file: str, included: str) -> str | None:
@@ -155,9 +159,30 @@ def check_text(file: str, text: str) -> list[str]:
     return errors
 
 
+def check_page(file: str, text: str) -> list[str]:
+    """Columns of a page outside of tables and generated blocks, which cannot be wrapped, and the
+    length of a design page. A line without a space cannot be wrapped either."""
+    errors = []
+    generated = False
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        if re.match(r"<!-- .+: begin -->$", line):
+            generated = True
+        elif re.match(r"<!-- .+: end -->$", line):
+            generated = False
+        elif len(line) > COLUMNS and " " in line and not (generated or line.startswith("|")):
+            errors.append(f"{file}:{number}: {len(line)} columns, at most {COLUMNS}")
+    if file.startswith("docs/design/") and len(lines) > DESIGN_LINES:
+        errors.append(f"{file}: {len(lines)} lines, a design page has at most {DESIGN_LINES}")
+    return errors
+
+
 def main() -> int:
     errors = []
     files = sources()
+    pages = [page for page in sources((".md",)) if page not in GENERATED_PAGES]
+    for page in pages:
+        errors += check_page(page, (ROOT / page).read_text())
     for file in files:
         text = (ROOT / file).read_text()
         errors += check_text(file, text)
@@ -166,7 +191,7 @@ def main() -> int:
             errors += check_functions(file, text.splitlines())
     for error in errors:
         print(error)
-    print(f"{len(files)} files, {len(errors)} problems")
+    print(f"{len(files)} files, {len(pages)} pages, {len(errors)} problems")
     return 1 if errors else 0
 
 

@@ -4,6 +4,7 @@
 * Every relative link leads to a file of the project and, with `#`, to a heading of it.
 * Every page of docs/ can be reached from README.md.
 * Every path in `code` that begins with a folder of the project exists.
+* Every page of docs/ that a comment or docstring names exists.
 
 Reads the files git knows or would add. Needs nothing but Python and git.
 """
@@ -21,6 +22,10 @@ FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
 # `docs/fp8.md`, `tests/core`: a folder of the project, then more.
 CODE_PATH = re.compile(r"`((?:benchmarks|cpp|cuda|docs|examples|python|tests|tools)/[\w./-]+)`")
+
+# docs/fp8.md, in a comment.
+NAMED_PAGE = re.compile(r"\bdocs/[\w/-]+\.md\b")
+SOURCES = (".h", ".cc", ".cuh", ".cu", ".py", ".pyi", ".def", ".cmake")
 
 
 def project_files() -> set[str]:
@@ -86,10 +91,22 @@ def unreachable(texts: dict[str, str]) -> list[str]:
     return [f"{page}: no link leads here" for page in sorted(texts) if page not in seen]
 
 
+def check_source(name: str, text: str, files: set[str]) -> list[str]:
+    """Pages that a source file names and that are not there."""
+    return [
+        f"{name}: {page}: no such page"
+        for page in sorted(set(NAMED_PAGE.findall(text)))
+        if page not in files
+    ]
+
+
 def main() -> int:
     files = project_files()
     texts = {name: (ROOT / name).read_text() for name in files if name.endswith(".md")}
     problems = [p for page in sorted(texts) for p in check_page(page, texts[page], files, texts)]
+    for name in sorted(files):
+        if name.endswith(SOURCES) and not name.startswith("tests/tools/"):  # they invent pages
+            problems += check_source(name, (ROOT / name).read_text(), files)
     problems += unreachable({p: t for p, t in texts.items() if p.startswith(("docs/", "README"))})
     for problem in problems:
         print(problem)

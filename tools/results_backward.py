@@ -1,4 +1,4 @@
-"""Tables of docs/hopper-backward.md: every measured cell, the deterministic mode, the variants."""
+"""Tables of docs/experiments/hopper-backward.md: measured cells, deterministic mode, variants."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def render(text: str, page: pathlib.Path) -> str:
 
 
 def pages() -> list[pathlib.Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The tables of docs/fp8.md, from what tools/fp8_error.py wrote."""
+"""The tables of docs/experiments/fp8.md, from what tools/fp8_error.py wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of docs/flashattention-t.md from the results of benchmarks/flashattention_t.py."""
+"""Tables of docs/experiments/flashattention-t.md, from benchmarks/flashattention_t.py."""
 
 from __future__ import annotations
 

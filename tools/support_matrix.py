@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the table of what is supported into README.md and docs, from the kernel table.
+"""Writes the table of supported features into README.md and docs: one row a feature, one column a
+backend. Dtypes, head dims and masks come from the kernel table, GPUs from the last verification.
 
 A page holds the table between the lines
     <!-- support-matrix: begin -->    and    <!-- support-matrix: end -->
@@ -8,20 +9,30 @@ A page holds the table between the lines
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- support-matrix: begin -->", "<!-- support-matrix: end -->"
-BACKENDS = {
-    "hopper": "`hopper`: H100, H200 (sm_90a)",
-    "ampere": "`ampere`: A100 and later (sm_80)",
-    "cpu": "`cpu`: x86-64 and others",
-    "reference": "`reference`: textbook, double, on the CPU",
-}
+BACKENDS = ("hopper", "ampere", "cpu")
 DTYPES = ("f32", "f16", "bf16", "e4m3")
 MASKS = ("full", "causal", "window")
+HARDWARE = {
+    "hopper": "H100, H200 (sm_90a)",
+    "ampere": "GPUs of compute capability 8.0 or later (code for sm_80 and sm_90, PTX for others)",
+    "cpu": "x86-64 (AVX2, AVX-512, AVX-512 bf16), others by portable code",
+}
+# Promises of the contract, which tests/python/test_contract.py holds every backend to.
+EVERY_BACKEND = (
+    "any query and key lengths, also zero",
+    "grouped-query and multi-query heads",
+    "packed sequences, `seqused`",
+    "LSE returned and differentiable",
+    "largest logit, float32 output",
+)
+DETERMINISTIC = {"hopper": "optional", "ampere": "optional; f32 always", "cpu": "always"}
 Row = tuple[str, str, str, str, str]  # backend, pass, dtype, head dims, mask
 
 
@@ -29,7 +40,7 @@ def read_rows() -> list[Row]:
     """The rows of cuda/kernels.def and the CPU rows of cpp/host/kernel_table.cc."""
     rows: list[Row] = []
     for line in (ROOT / "cuda/kernels.def").read_text().splitlines():
-        if match := re.match(r"PANTILE_KERNEL\((\w+), (\w+), (\w+), (\d+), (\d+), (\w+)\)", line):
+        if match := re.match(r"PANTILE_KERNEL\((\w+), (\w+), (\w+), (\d+), (\d+), (\w+)\b", line):
             backend, way, dtype, dim, dim_v, mask = match.groups()
             rows.append((backend, way, dtype, dim if dim == dim_v else f"{dim}x{dim_v}", mask))
     table = (ROOT / "cpp/host/kernel_table.cc").read_text()
@@ -45,36 +56,60 @@ def read_rows() -> list[Row]:
     return rows
 
 
-def joined(values: set[str], order: tuple[str, ...] | None = None) -> str:
+def listed(values: set[str], order: tuple[str, ...] | None = None) -> str:
     if order:
-        return ", ".join(v for v in order if v in values)
-    return ", ".join(sorted(values, key=lambda v: [int(n) for n in re.findall(r"\d+", v)]))
+        return ", ".join(v for v in order if v in values) or "no"
+    return ", ".join(sorted(values, key=lambda v: [int(n) for n in re.findall(r"\d+", v)])) or "no"
+
+
+def gpu_tested() -> dict[str, str]:
+    """Backend -> the GPU on which its kernels passed tests, by docs/gpu-verification.json."""
+    path = ROOT / "docs/gpu-verification.json"
+    if not path.exists():
+        return {}
+    record = json.loads(path.read_text())
+    backends = {name.split("_")[0] for name, counts in record["kernels"].items() if counts[0] > 0}
+    return {backend: record["facts"]["gpu"].removeprefix("NVIDIA ") for backend in backends}
 
 
 def make_table() -> str:
-    """One line for each backend, pass and set of masks that serve the same dtypes and head dims."""
     rows = read_rows()
+    tested = gpu_tested()
+
+    def dtypes(backend: str, way: str) -> str:
+        return listed({r[2] for r in rows if r[:2] == (backend, way)} - {"e4m3"}, DTYPES)
+
+    def dims(backend: str, way: str, fp8: bool) -> str:
+        chosen = {r[3] for r in rows if r[:2] == (backend, way) and (r[2] == "e4m3") == fp8}
+        return listed(chosen)
+
+    def masks(backend: str) -> str:
+        found = {r[4] for r in rows if r[0] == backend and r[1] != "quantize"}
+        return listed(set(MASKS) if "any" in found else found, MASKS)
+
+    features = {
+        "hardware": lambda b: HARDWARE[b],
+        "tests run on": lambda b: "every CI machine" if b == "cpu" else tested.get(b, "no GPU yet"),
+        "forward": lambda b: dtypes(b, "forward"),
+        "backward": lambda b: dtypes(b, "backward"),
+        "kernels for head dims, forward": lambda b: dims(b, "forward", False),
+        "kernels for head dims, backward": lambda b: dims(b, "backward", False),
+        "FP8 (e4m3) kernels for head dims, forward": lambda b: dims(b, "forward", True),
+        "masks": masks,
+        **{name: lambda b: "yes" for name in EVERY_BACKEND},
+        "deterministic gradients": lambda b: DETERMINISTIC[b],
+    }
     lines = [
-        "| backend | pass | element types | head dims (Q, K x V, O) | masks |",
-        "| --- | --- | --- | --- | --- |",
+        f"| feature | {' | '.join(f'`{b}`' for b in BACKENDS)} |",
+        "| --- |" + " --- |" * len(BACKENDS),
     ]
-    for backend, title in BACKENDS.items():
-        for way in ("forward", "backward", "quantize"):
-            by_masks: dict[frozenset[str], list[Row]] = {}
-            kernels = {(r[2], r[3]) for r in rows if r[:2] == (backend, way)}
-            for dtype, dims in sorted(kernels):
-                mine = [r for r in rows if r[:4] == (backend, way, dtype, dims)]
-                by_masks.setdefault(frozenset(r[4] for r in mine), []).extend(mine)
-            for masks, group in sorted(by_masks.items(), key=lambda item: sorted(item[0])):
-                shown = set(MASKS) if "any" in masks else set(masks)
-                types = joined({r[2] for r in group}, DTYPES)
-                dims = joined({r[3] for r in group})
-                lines.append(f"| {title} | {way} | {types} | {dims} | {joined(shown, MASKS)} |")
+    for name, value in features.items():
+        lines.append(f"| {name} | {' | '.join(value(b) for b in BACKENDS)} |")
     return "\n".join(lines)
 
 
 def pages() -> list[pathlib.Path]:
-    candidates = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    candidates = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [p for p in candidates if p.exists() and BEGIN in p.read_text()]
 
 

@@ -52,7 +52,7 @@ struct ForwardTile {
 //   tf32     a product of the fp32 P, cut to 11 bits, with ones (the paper's)
 enum class RowSum { vector, operand, tf32 };
 
-// Which softmax work a forward kernel gives to the tensor cores: docs/flashattention-t.md.
+// Which softmax work a forward kernel gives to the tensor cores: docs/design/flashattention-t.md.
 struct SoftmaxKind {
   RowSum row_sum = RowSum::vector;
   int tensor_quarters = 0;        // how many of every four score tiles are scaled by a TF32 product

@@ -9,7 +9,7 @@
 // neighbours. Measured against rescaling always: 1.05-1.17x.
 //
 // Which unit does what is Config::kSoftmax (config.h), a compile-time choice, because it changes
-// the registers and the instructions between the products: docs/flashattention-t.md.
+// the registers and the instructions between the products: docs/design/flashattention-t.md.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // Steps of the softmax as matrix products (FlashAttention-T, PPoPP 2026,
-// DOI 10.1145/3774934.3786425; docs/flashattention-t.md has the figures). The A operand is always
-// registers that are there anyway: four accumulators of an m16n8 tile, unchanged, or P of 16 keys
-// as it enters P V. Which element of which matrix they then are, and what the constant B must hold,
-// is core/tensor_softmax.h.
+// DOI 10.1145/3774934.3786425; docs/design/flashattention-t.md). The A operand is always registers
+// that are there anyway: four accumulators of an m16n8 tile, unchanged, or P of 16 keys as it
+// enters P V. Which element of which matrix they then are, and what the constant B must hold, is
+// core/tensor_softmax.h.
 //
 // A lane holds rows g and g + 8 of a tile (prim/mma_sync.cuh); "first" and "second" are those two.
 // No infinity or NaN may enter a TF32 product: times 0 it is NaN, in row g as well as in g + 8.

@@ -5,7 +5,8 @@
 //   for their keys; only dQ needs both.
 // - pipeline (head dims up to 256): 64 keys; S, P, dV in one warpgroup, dP, dS, dK in the second,
 //   dQ in the third, because dK and dV together do not fit the registers of one.
-// docs/hopper-backward.md draws both and says what else was tried.
+// docs/design/hopper-backward.md draws both, docs/experiments/hopper-backward.md says what else was
+// tried.
 #pragma once
 
 #include "pantile/dtype.h"

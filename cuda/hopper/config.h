@@ -89,7 +89,8 @@ struct ForwardShapes {
 };
 
 // ------------------------------------------------------------------------------------------------
-// The table. H200, bf16, 16384 tokens, hidden 2048; TFLOP/s in docs/hopper.md.
+// The table. H200, bf16, 16384 tokens, hidden 2048; TFLOP/s in
+// docs/experiments/hopper-forward.md.
 
 constexpr ForwardShapes forward_shapes(int head_dim, int head_dim_v, MaskKind mask) {
   const bool full = mask == MaskKind::full;

@@ -12,7 +12,8 @@
 //   K, V two stages or more   written by the loader, V mended by the guards    read by the math
 //   O    in Q's or V's place  written by the math warpgroups     read by the storer
 //
-// More in docs/hopper.md: tile shapes, budgets, what was measured and what was rejected.
+// More in docs/design/hopper-forward.md (tile shapes, budgets); measurements and variants in
+// docs/experiments/hopper-forward.md.
 #pragma once
 
 #include "hopper/forward_guard.cuh"

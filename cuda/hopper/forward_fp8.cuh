@@ -11,7 +11,7 @@
 //   ones     below V^T    written once, here       read with V
 //   O        a place a warp, written and stored by that warp
 //
-// Scale algebra, layouts, what was measured and what was rejected: docs/fp8.md.
+// Scale algebra and layouts: docs/design/fp8.md. Measured and rejected: docs/experiments/fp8.md.
 #pragma once
 
 #include "hopper/fp8_load.cuh"

@@ -2,7 +2,8 @@
 // warpgroup, and where their operands lie.
 //
 // Q, K and V are tiles in shared memory, P is in registers. (P by way of shared memory, which
-// leaves registers for 192 keys a step at head dim 64, is slower: docs/hopper.md.)
+// leaves registers for 192 keys a step at head dim 64, is slower:
+// docs/experiments/hopper-forward.md.)
 #pragma once
 
 #include "hopper/storage.cuh"

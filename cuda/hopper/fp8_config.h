@@ -63,7 +63,8 @@ struct Fp8Config {
   }
 };
 
-// The table. H200, N(0, 1) data, 16384 tokens, hidden 2048; TFLOP/s in docs/fp8.md.
+// The table. H200, N(0, 1) data, 16384 tokens, hidden 2048; TFLOP/s in
+// docs/experiments/fp8.md.
 constexpr Fp8Config fp8_config(int head_dim) {
   if (head_dim <= 64) {
     return {64, 3, 4, 2, false, Fp8Sums::every_step};

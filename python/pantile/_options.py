@@ -89,8 +89,8 @@ class Options:
     checked: read ``cu_seqlens`` and ``seqused`` before launching and refuse wrong contents. On a
         GPU that waits for the device; on the CPU the contents are always checked.
     softmax: where the softmax of the forward runs: ``"vector"`` units, partly on ``"tensor"``
-        cores (FlashAttention-T, docs/flashattention-t.md), or ``"auto"``, whatever measured
-        fastest. A tensor softmax gives the LSE of the weights as they were rounded for the
+        cores (FlashAttention-T, docs/design/flashattention-t.md), or ``"auto"``, whatever
+        measured fastest. A tensor softmax gives the LSE of the weights as they were rounded for the
         product with V; ``auto`` takes none where the LSE is returned. Default:
         ``PANTILE_SOFTMAX``, or auto. What the environment chose holds for the calls that a kernel
         serves that way; others are as with auto.

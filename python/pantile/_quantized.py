@@ -10,8 +10,8 @@ from typing import Any
 class Quantized:
     """Q, K and V as e4m3 codes with scales, made by :func:`pantile.quantize`.
 
-    Rows are kept in blocks of 128 of one sequence each; ``docs/fp8.md`` describes the forms. A code
-    times its scale is the number it stands for.
+    Rows are kept in blocks of 128 of one sequence each; ``docs/design/fp8.md`` describes the forms.
+    A code times its scale is the number it stands for.
     """
 
     codes_q: Any  # float8_e4m3fn [heads_q, rows, head_dim rounded up to 16]

@@ -1,5 +1,5 @@
-"""The FP8 format of docs/fp8.md written a second time, in torch, for the tests: what the quantisers
-must produce bit for bit, and what the operands stand for."""
+"""The FP8 format of docs/design/fp8.md written a second time, in torch, for the tests: what the
+quantisers must produce bit for bit, and what the operands stand for."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from support import DTYPES, Target, assert_same_bits, run_python
 
 EXPS = ("code", "mixed", "exp2")
 E4M3 = torch.float8_e4m3fn
-# RMS error on the outlier law at 4096 keys, full mask, default options (see docs/fp8.md): how much
-# of it may be the kernel's own, against exact arithmetic on the same operands.
+# RMS error on the outlier law at 4096 keys, full mask, default options
+# (docs/experiments/fp8.md): how much of it may be the kernel's own, against exact arithmetic on the
+# same operands.
 OWN_ERROR = {"code": 1.12, "mixed": 1.09, "exp2": 1.07}
 
 

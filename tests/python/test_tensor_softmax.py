@@ -1,4 +1,4 @@
-"""Softmax on tensor cores (docs/flashattention-t.md): every mode of the Ampere forward."""
+"""Softmax on tensor cores (docs/design/flashattention-t.md): every mode of the Ampere forward."""
 
 from __future__ import annotations
 

@@ -74,3 +74,36 @@ def test_text_rules():
     assert check_layers.check_text("cuda/a.cuh", "x\n" * 451) == [
         "cuda/a.cuh: 451 lines, at most 450"
     ]
+
+
+WIDE = "word " * 20 + "x"
+
+
+def test_prose_is_wrapped():
+    assert check_layers.check_page("README.md", WIDE) == ["README.md:1: 101 columns, at most 100"]
+    assert check_layers.check_page("README.md", WIDE[1:]) == []
+    assert len(check_layers.check_page("README.md", f"```\n{WIDE}\n```\n- {WIDE}")) == 2
+
+
+def test_what_cannot_be_wrapped_may_be_wide():
+    block = f"<!-- results x: begin -->\n{WIDE}\n<!-- results x: end -->\n"
+    assert check_layers.check_page("README.md", f"{block}| {WIDE} |\n{'x' * 200}\n") == []
+    assert check_layers.check_page("README.md", block + WIDE) == [
+        "README.md:4: 101 columns, at most 100"
+    ]
+
+
+def test_design_pages_are_short():
+    limit = check_layers.DESIGN_LINES
+    assert check_layers.check_page("docs/design/a.md", "a\n" * limit) == []
+    assert check_layers.check_page("docs/design/a.md", "a\n" * (limit + 1)) == [
+        f"docs/design/a.md: {limit + 1} lines, a design page has at most {limit}"
+    ]
+    assert check_layers.check_page("docs/experiments/a.md", "a\n" * (limit + 1)) == []
+
+
+def test_the_pages_of_the_project_hold():
+    pages = set(check_layers.sources((".md",))) - check_layers.GENERATED_PAGES
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/numerics.md"} <= pages
+    for page in pages:
+        assert check_layers.check_page(page, (check_layers.ROOT / page).read_text()) == [], page

@@ -44,3 +44,12 @@ def test_lost_pages_are_named():
 
 def test_the_pages_of_this_project_hold_together(capsys):
     assert check_links.main() == 0, capsys.readouterr().out
+
+
+def test_pages_named_by_sources():
+    text = "// More in docs/a.md, and docs/design/gone.md.\n# docs/gone.md\n"
+    assert check_links.check_source("cpp/a.h", text, FILES) == [
+        "cpp/a.h: docs/design/gone.md: no such page",
+        "cpp/a.h: docs/gone.md: no such page",
+    ]
+    assert check_links.check_source("cpp/a.h", "// docs/a.md", FILES) == []

@@ -1,5 +1,5 @@
 // FP8 attention forward as the Hopper kernel does it, for a block of query rows of one head; the
-// algebra with its reasons is in docs/fp8.md. Rows of the sequence lie along the vector lanes.
+// algebra is in docs/design/fp8.md. Rows of the sequence lie along the vector lanes.
 //
 // 1. Codes of Q become floats once, as the B operand Q^T.
 // 2. For every scale block of keys that a row sees, last block first:

@@ -23,10 +23,10 @@ struct Layout {
   int base_align_bytes = 16;
 };
 
-// How FP8 attention turns a score into a weight (docs/fp8.md). `code` computes the e4m3 code of the
-// weight straight from the score: the fastest, and an approximation of exp2 to e4m3's own precision
-// (RMS error of the output +4 %). `exp2` rounds the true exponential. `mixed` alternates by
-// 8 rows x 16 keys.
+// How FP8 attention turns a score into a weight (docs/design/fp8.md). `code` computes the e4m3 code
+// of the weight straight from the score: the fastest, and an approximation of exp2 to e4m3's own
+// precision (RMS error of the output +4 %). `exp2` rounds the true exponential. `mixed` alternates
+// by 8 rows x 16 keys.
 enum class Fp8Exp : std::uint8_t { code = 0, mixed, exp2 };
 
 // What FP8 operands are, as run_quantize() writes them (quantize.h), and what becomes of them.
@@ -39,7 +39,7 @@ struct Fp8Format {
 };
 
 // Where the softmax of the forward runs: on vector units, or partly on tensor cores
-// (docs/flashattention-t.md). `automatic` takes what measured fastest.
+// (docs/design/flashattention-t.md). `automatic` takes what measured fastest.
 enum class SoftmaxUnit : std::uint8_t { automatic = 0, vector, tensor };
 
 // How far a tensor softmax goes.

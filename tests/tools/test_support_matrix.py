@@ -1,0 +1,75 @@
+"""support_matrix.py: one row a feature, one column a backend, from the kernel table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import support_matrix
+
+KERNELS = """
+PANTILE_KERNEL(hopper, forward, bf16, 64, 64, full)
+PANTILE_KERNEL(hopper, forward, bf16, 192, 128, causal)
+PANTILE_KERNEL(hopper, forward, e4m3, 96, 96, full)
+PANTILE_KERNEL(hopper, backward, f16, 128, 128, full)
+PANTILE_KERNEL(ampere, forward, f32, 32, 32, any)
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    files = {
+        "cuda/kernels.def": KERNELS,
+        "cpp/host/kernel_table.cc": 'cpu_forward("cpu_forward_f32", DType::f32)\n'
+        'cpu_forward_fp8("cpu_forward_e4m3", DType::e4m3)\n',
+        "cpp/include/pantile/problem.h": "inline constexpr int kMaxHeadDim = 500;",
+        "cpp/core/scaling.h": "inline constexpr int kMaxFp8Dim = 200;",
+        "docs/gpu-verification.json": json.dumps(
+            {
+                "facts": {"gpu": "NVIDIA H100"},
+                "kernels": {"hopper_forward_bf16_d64_full": [1, 0, 0], "ampere_x": [0, 3, 0]},
+            }
+        ),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(support_matrix, "ROOT", tmp_path)
+    return tmp_path
+
+
+def rows() -> dict[str, list[str]]:
+    lines = support_matrix.make_table().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert {len(row) for row in cells} == {1 + len(support_matrix.BACKENDS)}
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_features_come_from_the_kernel_table(project):
+    found = rows()
+    assert found["feature"] == ["`hopper`", "`ampere`", "`cpu`"]
+    assert found["forward"] == ["bf16", "f32", "f32"]
+    assert found["backward"] == ["f16", "no", "no"]
+    assert found["kernels for head dims, forward"] == ["64, 192x128", "32", "1 to 500"]
+    assert found["FP8 (e4m3) kernels for head dims, forward"] == ["96", "no", "1 to 200"]
+    assert found["masks"] == ["full, causal", "full, causal, window", "full, causal, window"]
+
+
+def test_a_backend_is_tested_where_a_test_passed(project):
+    assert rows()["tests run on"] == ["H100", "no GPU yet", "every CI machine"]
+    (project / "docs/gpu-verification.json").unlink()
+    assert rows()["tests run on"][0] == "no GPU yet"
+
+
+def test_a_stale_page_is_noticed(project, monkeypatch, capsys):
+    page = project / "README.md"
+    page.write_text(f"a\n{support_matrix.BEGIN}\n{support_matrix.END}\nb\n")
+    monkeypatch.setattr("sys.argv", ["support_matrix.py", "--check"])
+    assert support_matrix.main() == 1
+    assert "README.md: the support matrix is out of date" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["support_matrix.py"])
+    assert support_matrix.main() == 0
+    assert page.read_text().startswith("a\n")
+    assert page.read_text().endswith("\nb\n")
+    monkeypatch.setattr("sys.argv", ["support_matrix.py", "--check"])
+    assert support_matrix.main() == 0

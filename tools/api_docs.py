@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""Writes docs/api.md from the docstrings of the names that pantile exports.
+
+Reads the sources with ast: nothing is imported or built. `--check` changes nothing and fails when
+the page is out of date.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGE = "python/pantile"
+PAGE = "docs/api.md"
+HEAD = """# API reference
+
+Written by `tools/api_docs.py` from the docstrings in `python/pantile`. Recipes are in
+[usage.md](usage.md).
+"""
+SECTION = re.compile(r"^(Args|Returns|Raises):$")
+# "name: text" or "a, b: text" opens the description of an argument or option, or of an error.
+TERMS = {"Raises": re.compile(r"^([\w.]+(?:, [\w.]+)*): +"), "Returns": re.compile(r"(?!)")}
+TERM = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): +")
+
+
+def markdown(doc: str) -> list[str]:
+    """A docstring: roles and literals as code, sections as bold words, their terms as a list."""
+    doc = re.sub(r":\w+:`~?([^`]+)`", r"``\1``", inspect.cleandoc(doc)).replace("``", "`")
+    lines: list[str] = []
+    inside = ""  # the section being read
+    for raw in doc.split("\n"):
+        if section := SECTION.match(raw):
+            inside = section[1]
+            lines += [f"**{inside}**", ""]
+            continue
+        line = raw.removeprefix("    ") if inside else raw
+        if term := TERMS.get(inside, TERM).match(line):
+            line = f"- `{term[1]}`: {line[term.end() :]}"
+        elif line.startswith("    ") and lines and lines[-1].startswith(("- ", "  ")):
+            line = f"  {line.strip()}"
+        lines.append(line)
+    return lines
+
+
+def signature(node: ast.FunctionDef) -> list[str]:
+    """The head of a function; one argument a line where it does not fit."""
+    body = [ast.Expr(ast.Constant(...))]
+    head = ast.FunctionDef(node.name, node.args, body, [], node.returns, lineno=0)
+    text = ast.unparse(head).removesuffix("\n    ...").removesuffix(":")
+    if len(text) <= 100:
+        return [text]
+    opening, inner, closing = re.fullmatch(r"(def \w+\()(.*)(\).*)", text).groups()
+    arguments = re.split(r", (?![^\[(]*[\])])", inner)
+    spaced = [re.sub(r"^(\w+: [^=]+)=", r"\1 = ", argument) for argument in arguments]
+    return [opening, *(f"    {argument}," for argument in spaced), closing]
+
+
+def fields(node: ast.ClassDef, lines: list[str]) -> list[str]:
+    """The fields of a dataclass as they stand in the source, comments included."""
+    found = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+    if not found:
+        return []
+    return [f"class {node.name}:", *lines[found[0].lineno - 1 : found[-1].end_lineno]]
+
+
+def entry(name: str, home: str) -> list[str]:
+    """The section of one name; of a module, when pantile exports one, its docstring."""
+    own = home == "pantile"
+    path = ROOT / PACKAGE / f"{name if own else home.removeprefix('pantile.')}.py"
+    text = path.read_text()
+    tree = ast.parse(text)
+    node = tree if own else {n.name: n for n in tree.body if hasattr(n, "name")}[name]
+    doc = ast.get_docstring(node, clean=False)
+    if doc is None:
+        raise ValueError(f"{path.name}: {name} is exported and has no docstring")
+    code = []
+    if not own:
+        is_class = isinstance(node, ast.ClassDef)
+        code = fields(node, text.split("\n")) if is_class else signature(node)
+    block = ["```python", *code, "```", ""] if code else []
+    return [f"## {name}", "", *block, *markdown(doc), ""]
+
+
+def page() -> str:
+    tree = ast.parse((ROOT / PACKAGE / "__init__.py").read_text())
+    homes, names, docs = {}, [], {}  # name -> module; __all__; docstrings set in __init__
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            homes |= {alias.name: node.module for alias in node.names}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = [n for n in ast.literal_eval(node.value) if not n.startswith("__")]
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith(".__doc__"):
+            docs[node.targets[0].value.id] = ast.literal_eval(node.value)
+    lines = [HEAD]
+    for name in sorted(names, key=lambda n: (n[0].isupper(), n)):  # functions first, then types
+        lines += [f"## {name}", "", docs[name], ""] if name in docs else entry(name, homes[name])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    if sys.argv[1:] not in ([], ["--check"]):
+        print("usage: api_docs.py [--check]")
+        return 2
+    path, text = ROOT / PAGE, page()
+    stale = not path.exists() or path.read_text() != text
+    if stale and sys.argv[1:]:
+        print(f"{PAGE}: differs from the docstrings: run make docs")
+    elif stale:
+        path.write_text(text)
+        print(f"{PAGE}: written")
+    return int(stale and bool(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
