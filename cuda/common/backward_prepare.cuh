@@ -88,6 +88,37 @@ PANTILE_DEVICE float first_integer_scale(const core::KeyBounds& bounds,
                               : -integer_scale(core::KeyBounds{}, grad_o_norm, delta, lse);
 }
 
+// Zeros in the sums of the tile.
+PANTILE_DEVICE void clear_sums(const RowPass& pass, const RowTile& row_tile) {
+  const int thread = static_cast<int>(threadIdx.x);
+  float4* sum = reinterpret_cast<float4*>(pass.dq_sum + row_tile.index * pass.tile_floats);
+#pragma unroll 8
+  for (int i = thread; i < pass.tile_floats / 4; i += kPrepareThreads) {
+    sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  if (pass.row_sums != nullptr) {
+    const int count = row_sum_floats(pass.tile_floats);
+    for (int i = thread; i < count; i += kPrepareThreads) {
+      pass.row_sums[row_tile.index * count + i] = 0.0f;
+    }
+  }
+}
+
+// The terms of a row, which has slot `slot`; `bounds` and `grad_o_norm` only for integers.
+template <bool kInteger>
+PANTILE_DEVICE void write_terms(const RowPass& pass, std::int64_t slot, float lse, float delta,
+                                const core::KeyBounds& bounds, const core::Magnitude& grad_o_norm) {
+  uint4 lse_term = lse == -__builtin_huge_valf() ? split_term(pass.scale > 0.0f ? -1e30f : 1e30f)
+                                                 : split_term(-lse / pass.scale);
+  if constexpr (kInteger) {
+    lse_term.z = __float_as_uint(first_integer_scale(bounds, grad_o_norm, delta, lse));
+    lse_term.w = core::slot_word(static_cast<std::uint32_t>(slot));
+    pass.row_max[slot] = 0;
+  }
+  pass.lse_terms[slot] = lse_term;
+  pass.delta_terms[slot] = split_term(-delta);
+}
+
 // kRowThreads threads read one row, 16 bytes each; kTileQ rows a block. kInteger: deterministic
 // mode, an instance of its own because the norms cost registers.
 template <DType kDType, int kTileQ, int kRowThreads, bool kInteger>
@@ -121,18 +152,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
     prim::wait_for_previous_grid();
     return;
   }
-  float4* sum = reinterpret_cast<float4*>(pass.dq_sum + row_tile.index * pass.tile_floats);
-#pragma unroll 8
-  for (int i = thread; i < pass.tile_floats / 4; i += kPrepareThreads) {
-    sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-
-  if (pass.row_sums != nullptr) {
-    const int count = row_sum_floats(pass.tile_floats);
-    for (int i = thread; i < count; i += kPrepareThreads) {
-      pass.row_sums[row_tile.index * count + i] = 0.0f;
-    }
-  }
+  clear_sums(pass, row_tile);
 
   const bool packed = pass.queries.cu_seqlens != nullptr;
   const int column = thread % kRowThreads * 8;
@@ -207,20 +227,9 @@ __global__ void __launch_bounds__(kPrepareThreads)
       if (column > 0) {
         continue;
       }
-      const int local = begin + i * kRowsAtOnce;
-      const std::int64_t to = row_tile.index * kTileQ + local - first;
-      const float lse = lses[i];
-      const float delta = product - grad_lses[i];
-      uint4 lse_term = lse == -__builtin_huge_valf()
-                           ? split_term(pass.scale > 0.0f ? -1e30f : 1e30f)
-                           : split_term(-lse / pass.scale);
-      if constexpr (kInteger) {
-        lse_term.z = __float_as_uint(first_integer_scale(bounds, grad_o_norm, delta, lse));
-        lse_term.w = core::slot_word(static_cast<std::uint32_t>(to));
-        pass.row_max[to] = 0;
-      }
-      pass.lse_terms[to] = lse_term;
-      pass.delta_terms[to] = split_term(-delta);
+      const std::int64_t local = begin + i * kRowsAtOnce - first;
+      write_terms<kInteger>(pass, row_tile.index * kTileQ + local, lses[i], product - grad_lses[i],
+                            bounds, grad_o_norm);
     }
   }
 }

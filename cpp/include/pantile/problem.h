@@ -163,9 +163,9 @@ struct BackwardProblem {
   bool deterministic = false;  // equal inputs give bit-equal gradients
   bool has_grad_lse = false;
   // The forward's o_low is there; f16 and bf16 only. O, LSE and the keys must then belong to one
-  // forward, so that each row of dS sums to its dLSE: what the rounded dS lacks of that is an error,
-  // which the Hopper backward takes out of dQ (docs/numerics.md). A backward over some of the keys,
-  // with the LSE of all, goes without it.
+  // forward, so that each row of dS sums to its dLSE: what the rounded dS lacks of that is an
+  // error, which the Hopper backward takes out of dQ (docs/numerics.md). A backward over some of
+  // the keys, with the LSE of all, goes without it.
   bool has_o_low = false;
   Layout grad_o, grad_q, grad_k, grad_v;
 };
