@@ -1,11 +1,13 @@
 # Reads cuda/kernels.def, the list of GPU kernels, and writes into the build tree
 #   generated/kernel_rows.inc        the same rows with their names, for cpp/host/kernel_table.cc
 #   generated/instances/<name>.cu    one kernel instance a row, from cuda/instance.cu.in
-# Each GPU family's instances make one object library, compiled for that family's targets only.
+# Instances that are compiled for the same targets make one object library: those of the hopper
+# family, the 16-bit ones of the ampere family, and its fp32 ones, which a Hopper GPU runs too.
 
 set(_generated "${PROJECT_BINARY_DIR}/generated")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS cuda/kernels.def cuda/instance.cu.in)
 set(PANTILE_CUDA_FAMILIES hopper ampere)
+set(PANTILE_CUDA_GROUPS hopper ampere ampere_f32)
 # For quick builds while one kernel is worked on: the table then holds these rows only.
 set(PANTILE_KERNELS "" CACHE STRING
   "Compile only the kernels whose name matches this regular expression; empty: all of them")
@@ -47,23 +49,37 @@ function(pantile_read_kernels)
     string(APPEND _table
       "PANTILE_KERNEL_ROW(${name}, ${backend}, ${pass}, ${dtype}, ${head_dim}, ${head_dim_v}, ${mask})\n")
     configure_file(cuda/instance.cu.in ${_generated}/instances/${name}.cu @ONLY)
-    list(APPEND _instances_${backend} ${_generated}/instances/${name}.cu)
+    set(_group ${backend})
+    if(backend STREQUAL "ampere" AND dtype STREQUAL "f32")
+      set(_group ampere_f32)
+    endif()
+    list(APPEND _instances_${_group} ${_generated}/instances/${name}.cu)
   endforeach()
   file(CONFIGURE OUTPUT ${_generated}/kernel_rows.inc CONTENT "${_table}" @ONLY)
-  foreach(_family IN LISTS PANTILE_CUDA_FAMILIES)
-    set(PANTILE_INSTANCES_${_family} "${_instances_${_family}}" PARENT_SCOPE)
+  foreach(_group IN LISTS PANTILE_CUDA_GROUPS)
+    set(PANTILE_INSTANCES_${_group} "${_instances_${_group}}" PARENT_SCOPE)
   endforeach()
 endfunction()
 
-function(pantile_cuda_family family archs)
-  set(_target pantile_${family})
+# What a group is compiled for. fp32 is what a Hopper GPU takes of the ampere family by itself.
+set(_archs_hopper ${PANTILE_HOPPER_ARCHS})
+set(_archs_ampere ${PANTILE_AMPERE_ARCHS})
+set(_archs_ampere_f32 ${PANTILE_AMPERE_ARCHS} 90-real)
+if(PANTILE_AMPERE_ON_HOPPER)
+  list(APPEND _archs_ampere 90-real)
+endif()
+list(REMOVE_DUPLICATES _archs_ampere)
+list(REMOVE_DUPLICATES _archs_ampere_f32)
+
+function(pantile_cuda_group group archs)
+  set(_target pantile_${group})
   add_library(${_target} OBJECT ${ARGN})
   set(_launcher ${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh ${CMAKE_CUDA_COMPILER_LAUNCHER})
   set_target_properties(${_target} PROPERTIES
     CUDA_ARCHITECTURES "${archs}" CUDA_SEPARABLE_COMPILATION OFF
     CUDA_VISIBILITY_PRESET hidden CUDA_RUNTIME_LIBRARY Static JOB_POOL_COMPILE pantile_nvcc
     CUDA_COMPILER_LAUNCHER "${_launcher}")
-  target_include_directories(${_target} PRIVATE cpp cpp/include cuda)
+  target_include_directories(${_target} PRIVATE cpp cpp/include cuda ${_generated})
   target_compile_definitions(${_target} PRIVATE PANTILE_STATIC)
   target_compile_options(${_target} PRIVATE
     # As a flag, because CMake 3.25 does not know that nvcc has C++20.
@@ -82,10 +98,9 @@ if(PANTILE_HAS_CUDA)
   cmake_host_system_information(RESULT _cores QUERY NUMBER_OF_LOGICAL_CORES)
   set(PANTILE_NVCC_JOBS ${_cores} CACHE STRING "How many nvcc run at a time (Ninja)")
   set_property(GLOBAL APPEND PROPERTY JOB_POOLS pantile_nvcc=${PANTILE_NVCC_JOBS})
-  foreach(_family IN LISTS PANTILE_CUDA_FAMILIES)
-    string(TOUPPER ${_family} _FAMILY)
-    if(PANTILE_INSTANCES_${_family})
-      pantile_cuda_family(${_family} "${PANTILE_${_FAMILY}_ARCHS}" ${PANTILE_INSTANCES_${_family}})
+  foreach(_group IN LISTS PANTILE_CUDA_GROUPS)
+    if(PANTILE_INSTANCES_${_group})
+      pantile_cuda_group(${_group} "${_archs_${_group}}" ${PANTILE_INSTANCES_${_group}})
     endif()
   endforeach()
   target_sources(pantile PRIVATE cuda/backend.cc)

@@ -87,17 +87,17 @@ Status launch_forward_tile(ForwardParams params, int blocks, cudaStream_t stream
   return launch("ampere forward", kernel, blocks, Config::kThreads, kSharedBytes, stream, params);
 }
 
-// The kernel of one kind of softmax, if the row has it.
+// The kernel of one kind of softmax, if the row and this build have it.
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, ForwardSoftmax kSoftmax>
 Status launch_softmax(const ForwardParams& params, const ForwardPlan& plan, cudaStream_t stream) {
-  if constexpr (has_softmax(kDType, kHeadDim, kHeadDimV, kMask, kSoftmax)) {
+  if constexpr (has_softmax(kDType, kHeadDim, kHeadDimV, kMask, kSoftmax) &&
+                softmax_is_built(kSoftmax)) {
     const auto launch_for = [&](auto shared) {
       // A trial has two tiles at most: the one of 163 KB also runs, if not as well, with 99 KB.
-      constexpr bool kTrial =
-          kSoftmax != ForwardSoftmax::vector && kSoftmax != ForwardSoftmax::tensor;
-      constexpr SharedClass kShared = kTrial && decltype(shared)::value == SharedClass::small
-                                          ? SharedClass::medium
-                                          : decltype(shared)::value;
+      constexpr SharedClass kShared =
+          is_trial(kSoftmax) && decltype(shared)::value == SharedClass::small
+              ? SharedClass::medium
+              : decltype(shared)::value;
       constexpr ForwardTile kTile = forward_tile(kHeadDim, kHeadDimV, kMask, kShared);
       static_assert(forward_shared_bytes(kTile, kHeadDim, kHeadDimV) <=
                     shared_class_bytes(decltype(shared)::value));
@@ -119,7 +119,7 @@ Status launch_softmax(const ForwardParams& params, const ForwardPlan& plan, cuda
         return launch_for(std::integral_constant<SharedClass, SharedClass::large>());
     }
   }
-  return Status::error(StatusCode::unsupported, "%s is not compiled with softmax kind %d",
+  return Status::error(StatusCode::unavailable, "%s is not built with softmax kind %d",
                        plan.kernel->name, static_cast<int>(kSoftmax));
 }
 

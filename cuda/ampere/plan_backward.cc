@@ -91,7 +91,10 @@ Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
   if (status.ok()) {
     status = layout_rules(problem);
   }
-  return status.ok() ? count_rule(row, problem, device) : status;
+  if (status.ok()) {
+    status = count_rule(row, problem, device);
+  }
+  return status.ok() ? build_rule(row, device) : status;
 }
 
 void configure_backward(BackwardPlan* plan) {

@@ -6,6 +6,7 @@
 
 #include "ampere/config.h"
 #include "ampere/order.h"
+#include "build_options.h"
 #include "pantile/device.h"
 #include "pantile/problem.h"
 #include "pantile/registry.h"
@@ -27,6 +28,20 @@ inline Status device_rule(const DeviceProps& device) {
     return Status::error(StatusCode::unsupported,
                          "needs %d bytes of shared memory a block, device %d has %d", kSmallest,
                          device.device.index, device.smem_optin_bytes);
+  }
+  return Status();
+}
+
+// Machine code for sm_80 does not run on sm_90, and that of the 16-bit rows for sm_90 is only built
+// to be tested there: hopper rows are faster, after a copy where they want one. Compiling the PTX
+// for later GPUs at the first call would take the driver up to half a minute a row. Asked last, of
+// problems that a row would serve.
+inline Status build_rule(const KernelInfo& row, const DeviceProps& device) {
+  if (device.compute_major == 9 && row.dtype != DType::f32 && !kAmpereOnHopper) {
+    return Status::error(StatusCode::unsupported,
+                         "kernel not built for compute capability %d.%d of device %d; configure "
+                         "with PANTILE_AMPERE_ON_HOPPER=ON",
+                         device.compute_major, device.compute_minor, device.device.index);
   }
   return Status();
 }

@@ -91,7 +91,13 @@ template <class Variant>
 Status launch_fp8_variant(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
                           cudaStream_t stream) {
   constexpr Fp8Config kConfig = Variant::kConfig;
-  const auto kernel = forward_fp8_kernel<Variant>;
+  const auto kernel = [] {
+    if constexpr (is_trial(Variant::kExp)) {
+      return trial_forward_fp8_kernel<Variant>;
+    } else {
+      return forward_fp8_kernel<Variant>;
+    }
+  }();
   const int device = plan.device.device.index;
   const cuda::DeviceGuard guard(device);
   if (!guard.status().ok()) {
@@ -124,8 +130,12 @@ Status launch_forward_fp8(const ForwardPlan& plan, const ForwardTensors& tensors
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   switch (plan.problem.fp8.exp) {
     case Fp8Exp::mixed:
-      return launch_fp8_variant<Fp8Variant<kHeadDim, kMask, Fp8Exp::mixed>>(plan, tensors,
-                                                                            workspace, cuda_stream);
+      if constexpr (fp8_exp_is_built(Fp8Exp::mixed)) {
+        return launch_fp8_variant<Fp8Variant<kHeadDim, kMask, Fp8Exp::mixed>>(
+            plan, tensors, workspace, cuda_stream);
+      }
+      return Status::error(StatusCode::unavailable, "%s is not built with fp8_exp = mixed",
+                           plan.kernel->name);
     case Fp8Exp::exp2:
       return launch_fp8_variant<Fp8Variant<kHeadDim, kMask, Fp8Exp::exp2>>(plan, tensors, workspace,
                                                                            cuda_stream);

@@ -89,6 +89,12 @@ Status accept_forward_fp8(const KernelInfo& row, const ForwardProblem& p,
     status = Status::error(kUnsupported,
                            "has 32-bit tile numbers, and batch * heads_q * seqlen_q is too large");
   }
+  if (status.ok() && !fp8_exp_is_built(p.fp8.exp)) {
+    status = Status::error(kUnsupported,
+                           "kernel not built for fp8_exp = %s; configure with "
+                           "PANTILE_EXPERIMENTS=ON",
+                           fp8_exp_name(p.fp8.exp));
+  }
   return status;
 }
 
