@@ -1,6 +1,7 @@
 # Reads cuda/kernels.def, the list of GPU kernels, and writes into the build tree
 #   generated/kernel_rows.inc        the same rows with their names, for cpp/host/kernel_table.cc
 #   generated/instances/<name>.cu    one kernel instance a row, from cuda/instance.cu.in
+# Kernels that several rows share are in cuda/<family>/row_kernels.cu.
 # Instances that are compiled for the same targets make one object library: those of the hopper
 # family, the 16-bit ones of the ampere family, and its fp32 ones, which a Hopper GPU runs too.
 
@@ -54,9 +55,13 @@ function(pantile_read_kernels)
       set(_group ampere_f32)
     endif()
     list(APPEND _instances_${_group} ${_generated}/instances/${name}.cu)
+    if(pass STREQUAL "backward" AND NOT dtype STREQUAL "f32")
+      list(APPEND _instances_${_group} ${PROJECT_SOURCE_DIR}/cuda/${backend}/row_kernels.cu)
+    endif()
   endforeach()
   file(CONFIGURE OUTPUT ${_generated}/kernel_rows.inc CONTENT "${_table}" @ONLY)
   foreach(_group IN LISTS PANTILE_CUDA_GROUPS)
+    list(REMOVE_DUPLICATES _instances_${_group})
     set(PANTILE_INSTANCES_${_group} "${_instances_${_group}}" PARENT_SCOPE)
   endforeach()
 endfunction()
@@ -83,7 +88,10 @@ function(pantile_cuda_group group archs)
   target_compile_definitions(${_target} PRIVATE PANTILE_STATIC)
   target_compile_options(${_target} PRIVATE
     # As a flag, because CMake 3.25 does not know that nvcc has C++20.
-    -std=c++20 --expt-relaxed-constexpr --compress-mode=size -Xptxas=-v)
+    -std=c++20 --expt-relaxed-constexpr --compress-mode=size -Xptxas=-v
+    # Both families have instances of the kernels of cuda/common, for different targets: each calls
+    # its own. The default from CUDA 13 on.
+    -static-global-template-stub=true)
   target_link_libraries(${_target} PRIVATE CUDA::cudart_static)
   pantile_warnings(${_target})
   target_sources(pantile PRIVATE $<TARGET_OBJECTS:${_target}>)

@@ -57,7 +57,9 @@ def read_build(build: pathlib.Path) -> tuple[dict[str, budget.Figures], list[str
     files = set()
     for path in sorted(build.rglob("*.cu.o.ptxas")):
         file = path.name.removesuffix(".cu.o.ptxas")
-        if path.parent.name == "instances" and file not in rows:
+        if path.parent.name != "instances":
+            file = f"{path.parent.name}_{file}"  # of a family's folder: hopper_row_kernels
+        elif file not in rows:
             continue  # left behind by a row that is gone
         files.add(file)
         for (arch, kernel), figures in parse(path.read_text()).items():

@@ -19,7 +19,7 @@
 #include "ampere/launch.cuh"
 #include "ampere/launch_backward_f32.cuh"
 #include "ampere/order.h"
-#include "common/backward_settle.cuh"
+#include "ampere/row_kernels.h"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "pantile/plan.h"
@@ -29,19 +29,6 @@
 namespace pantile::ampere {
 
 // Everything about one call that is not a template parameter.
-// For common::settle_units.
-template <int kTileQ>
-struct SettleParams {
-  common::RowPass pass;
-  int tile_k;
-  int* claimed;
-  float* row_terms;  // [heads_q][row tiles][kRowTerms][kTileQ]
-
-  PANTILE_DEVICE float& scale_of(std::int64_t index, int row) const {
-    return row_terms[(index * kRowTerms + 2) * kTileQ + row];
-  }
-};
-
 class BackwardCall {
  public:
   BackwardCall(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
@@ -184,12 +171,10 @@ class BackwardCall {
   // and both kernels end at once.
   template <class Config, DType kDType, MaskKind kMask>
   Status repeat_measured(int row_blocks) const {
-    using Params = SettleParams<Config::kTileQ>;
     const int blocks = core::min_of(row_blocks, 2 * core::max_of(plan_.device.multiprocessors, 1));
-    const Params params{row_pass(), plan_.tile_k, nullptr, at<float>(offsets_.row_terms)};
-    const Status status =
-        launch("ampere settle_units", common::settle_units<Params, Config::kTileQ>, blocks,
-               common::kSettleThreads, 0, stream_, params);
+    const SettleParams<Config::kTileQ> params{row_pass(), plan_.tile_k, nullptr,
+                                              at<float>(offsets_.row_terms)};
+    const Status status = launch_settle_units(launch_of(blocks, common::kSettleThreads), params);
     return status.ok()
                ? launch("ampere backward", backward_kernel<Config, kDType, kMask>, plan_.blocks,
                         Config::kThreads, static_cast<int>(sizeof(BackwardStorage<Config>)),
@@ -226,9 +211,17 @@ class BackwardCall {
     }
     const std::int64_t tiles =
         common::tile_numbers(forward_.packed_k, counted, forward_.batch, plan_.tile_k);
-    return launch("bound_keys", common::bound_keys<kDType>,
-                  static_cast<int>(tiles * forward_.heads_k), common::kBoundThreads, 0, stream_,
-                  params);
+    return launch_bound_keys<kDType>(
+        launch_of(static_cast<int>(tiles * forward_.heads_k), common::kBoundThreads), params);
+  }
+
+  cuda::Launch launch_of(int blocks, int threads) const {
+    cuda::Launch how;
+    how.grid = dim3(static_cast<unsigned>(blocks));
+    how.block = dim3(static_cast<unsigned>(threads));
+    how.stream = stream_;
+    how.early = false;
+    return how;
   }
 
   const BackwardPlan& plan_;

@@ -13,31 +13,17 @@
 
 #include <cstdint>
 
-#include "common/backward_finish.cuh"
-#include "common/backward_prepare.cuh"
-#include "common/backward_settle.cuh"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "hopper/backward_paired.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_workspace.h"
+#include "hopper/row_kernels.h"
 #include "hopper/sequence_map.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
 
 namespace pantile::hopper {
-
-// For common::settle_units.
-template <int kTileQ>
-struct SettleParams {
-  common::RowPass pass;
-  int tile_k;
-  int* claimed;
-
-  PANTILE_DEVICE float& scale_of(std::int64_t index, int row) const {
-    return *reinterpret_cast<float*>(&pass.lse_terms[index * kTileQ + row].z);
-  }
-};
 
 // Everything about one call that is not a template parameter.
 class BackwardCall {
@@ -149,15 +135,15 @@ class BackwardCall {
                                                 offsets_.zeroed_end - offsets_.measured, stream_),
                                 "cudaMemsetAsync");
     if (status.ok()) {
-      common::bound_keys<Config::kDType><<<key_work_, common::kBoundThreads, 0, stream_>>>(params);
-      status = cuda::check(cudaGetLastError(), "bound_keys");
+      cuda::Launch how = launch_of(key_work_, common::kBoundThreads);
+      how.early = false;
+      status = launch_bound_keys<Config::kDType>(how, params);
     }
     return status;
   }
 
   template <class Config>
   Status prepare() const {
-    constexpr int kRowThreads = Config::kHeadDimV <= 64 ? 8 : Config::kHeadDimV <= 128 ? 16 : 32;
     common::PrepareParams params;
     params.pass = row_pass(problem_.deterministic ? SumKind::integer : SumKind::floating);
     params.o = tensors_.forward.o;
@@ -172,13 +158,10 @@ class BackwardCall {
     params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
     params.lse_head_stride = forward_.packed_q ? forward_.total_q : forward_.seqlen_q;
     params.lse_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q * forward_.heads_q;
-    constexpr auto kKernel = common::prepare_rows<Config::kDType, Config::kTileQ, kRowThreads>;
-    const int blocks = core::max_of(row_blocks(), 1);
-    if (problem_.deterministic && key_work_ > 0) {  // beside the last blocks of bound_keys
-      return launch_early("prepare_rows", kKernel, blocks, common::kPrepareThreads, 0, params);
-    }
-    kKernel<<<blocks, common::kPrepareThreads, 0, stream_>>>(params);
-    return cuda::check(cudaGetLastError(), "prepare_rows");
+    cuda::Launch how = launch_of(core::max_of(row_blocks(), 1), common::kPrepareThreads);
+    how.early = problem_.deterministic && key_work_ > 0;  // beside the last blocks of bound_keys
+    return launch_prepare_rows<Config::kDType, Config::kTileQ, threads_per_row(Config::kHeadDimV)>(
+        how, params);
   }
 
   template <class Config>
@@ -228,14 +211,12 @@ class BackwardCall {
 
   template <class Config>
   Status settle() const {
-    using Params = SettleParams<Config::kTileQ>;
-    Params params;
+    SettleParams<Config::kTileQ> params;
     params.pass = row_pass(SumKind::integer);
     params.tile_k = Config::kTileK;
     params.claimed = at<int>(offsets_.claimed);
-    return launch_early("settle_units", common::settle_units<Params, Config::kTileQ>,
-                        core::min_of(row_blocks(), 2 * multiprocessors_), common::kSettleThreads, 0,
-                        params);
+    const int blocks = core::min_of(row_blocks(), 2 * multiprocessors_);
+    return launch_settle_units(launch_of(blocks, common::kSettleThreads), params);
   }
 
   template <MaskKind kMask>
@@ -302,8 +283,9 @@ class BackwardCall {
     if (!status.ok()) {
       return status;
     }
-    return launch_early("the main backward kernel", kernel, main_blocks_, threads, shared_bytes,
-                        maps, params);
+    cuda::Launch how = launch_of(main_blocks_, threads);
+    how.shared_bytes = shared_bytes;
+    return cuda::launch("the main backward kernel", how, kernel, maps, params);
   }
 
   template <class Config, SumKind kSum>
@@ -320,16 +302,12 @@ class BackwardCall {
     params.tile_k = Config::kTileK;
     params.rows_split = Config::kTileQ == 128;
     const int fragments = dq_tile_floats_ / common::kFragmentFloats;
-    return launch_early("finish_rows", common::finish_rows<Config::kDType, kFormat>,
-                        row_blocks() * fragments, common::kFinishThreads, 0, params);
+    return launch_finish_rows<Config::kDType, kFormat>(
+        launch_of(row_blocks() * fragments, common::kFinishThreads), params);
   }
 
-  template <class... Params>
-  Status launch_early(const char* name, void (*kernel)(Params...), int blocks, int threads,
-                      int shared_bytes, const Params&... params) const {
-    const cuda::Launch how{dim3(static_cast<unsigned>(blocks)),
-                           dim3(static_cast<unsigned>(threads)), shared_bytes, stream_};
-    return cuda::launch(name, how, kernel, params...);
+  cuda::Launch launch_of(int blocks, int threads) const {
+    return {dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), 0, stream_};
   }
 
   const BackwardProblem& problem_;

@@ -141,3 +141,16 @@ def test_kernel_names():
     assert kernel_budget.kernel_name("_ZN7pantile6hopper7forwardILi64EEEvi") == "forward"
     assert kernel_budget.kernel_name("_Z8attn_fwdILi64EEvv") == "attn_fwd"
     assert kernel_budget.kernel_name("plain") == "plain"
+
+
+def test_files_of_a_family_have_its_name(tmp_path):
+    """Kernels that rows share are in cuda/<family>/row_kernels.cu, one file a family."""
+    (tmp_path / "generated").mkdir()
+    (tmp_path / "generated" / "kernel_rows.inc").write_text("PANTILE_KERNEL_ROW(a_row, x)\n")
+    for path in ("instances/a_row", "instances/gone", "cuda/hopper/row_kernels"):
+        log = tmp_path / f"{path}.cu.o.ptxas"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(LOG)
+    found, missing = kernel_report.read_build(tmp_path)
+    assert set(found) == {"a_row/sm_90a/forward", "hopper_row_kernels/sm_90a/forward"}
+    assert missing == []
