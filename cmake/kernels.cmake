@@ -1,8 +1,10 @@
 # Reads cuda/kernels.def, the list of GPU kernels, and writes into the build tree
 #   generated/kernel_rows.inc        the same rows with their names, for cpp/host/kernel_table.cc
-#   generated/instances/<name>.cu    one kernel instance a row, from cuda/instance.cu.in
+#   generated/instances/<file>.cu    the kernel instances of rows that differ in the mask only, each
+#                                    from cuda/instance.cu.in: reading the headers takes as long
+#                                    as compiling one instance
 # Kernels that several rows share are in cuda/<family>/row_kernels.cu.
-# Instances that are compiled for the same targets make one object library: those of the hopper
+# Files that are compiled for the same targets make one object library: those of the hopper
 # family, the 16-bit ones of the ampere family, and its fp32 ones, which a Hopper GPU runs too.
 
 set(_generated "${PROJECT_BINARY_DIR}/generated")
@@ -15,6 +17,7 @@ set(PANTILE_KERNELS "" CACHE STRING
 
 function(pantile_read_kernels)
   file(STRINGS cuda/kernels.def _rows REGEX "^PANTILE_KERNEL")
+  file(READ cuda/instance.cu.in _template)
   set(_table "")
   foreach(_row IN LISTS _rows)
     if(NOT _row MATCHES
@@ -31,10 +34,11 @@ function(pantile_read_kernels)
       message(FATAL_ERROR "pantile: unknown backend '${backend}' in cuda/kernels.def: ${_row}")
     endif()
     if(head_dim EQUAL head_dim_v)
-      set(name ${backend}_${pass}_${dtype}_d${head_dim}_${mask})
+      set(_file ${backend}_${pass}_${dtype}_d${head_dim})
     else()
-      set(name ${backend}_${pass}_${dtype}_d${head_dim}x${head_dim_v}_${mask})
+      set(_file ${backend}_${pass}_${dtype}_d${head_dim}x${head_dim_v})
     endif()
+    set(name ${_file}_${mask})
     if(PANTILE_KERNELS AND NOT name MATCHES "${PANTILE_KERNELS}")
       continue()
     endif()
@@ -49,19 +53,29 @@ function(pantile_read_kernels)
     endif()
     string(APPEND _table
       "PANTILE_KERNEL_ROW(${name}, ${backend}, ${pass}, ${dtype}, ${head_dim}, ${head_dim_v}, ${mask})\n")
-    configure_file(cuda/instance.cu.in ${_generated}/instances/${name}.cu @ONLY)
+    string(CONFIGURE "${_template}" _instance @ONLY)
+    string(APPEND _text_${_file} "${_instance}")
+    list(APPEND _files ${_file})
     set(_group ${backend})
     if(backend STREQUAL "ampere" AND dtype STREQUAL "f32")
       set(_group ampere_f32)
     endif()
-    list(APPEND _instances_${_group} ${_generated}/instances/${name}.cu)
+    list(APPEND _instances_${_group} ${_generated}/instances/${_file}.cu)
     if(pass STREQUAL "backward" AND NOT dtype STREQUAL "f32")
       list(APPEND _instances_${_group} ${PROJECT_SOURCE_DIR}/cuda/${backend}/row_kernels.cu)
     endif()
   endforeach()
+  if(_files)
+    list(REMOVE_DUPLICATES _files)
+  endif()
+  foreach(_file IN LISTS _files)
+    file(CONFIGURE OUTPUT ${_generated}/instances/${_file}.cu CONTENT "${_text_${_file}}" @ONLY)
+  endforeach()
   file(CONFIGURE OUTPUT ${_generated}/kernel_rows.inc CONTENT "${_table}" @ONLY)
   foreach(_group IN LISTS PANTILE_CUDA_GROUPS)
-    list(REMOVE_DUPLICATES _instances_${_group})
+    if(_instances_${_group})
+      list(REMOVE_DUPLICATES _instances_${_group})
+    endif()
     set(PANTILE_INSTANCES_${_group} "${_instances_${_group}}" PARENT_SCOPE)
   endforeach()
 endfunction()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 Figures = dict[str, Any]
+MASKS = ("full", "causal", "window", "any")  # in the order of MaskKind (registry.h)
 BUDGET = pathlib.Path(__file__).with_name("kernel_budget.json")
 
 
@@ -71,6 +72,18 @@ def row_names(build: pathlib.Path) -> list[str]:
     """The rows of cuda/kernels.def that this build compiled."""
     text = (build / "generated" / "kernel_rows.inc").read_text()
     return re.findall(r"^PANTILE_KERNEL_ROW\((\w+),", text, re.M)
+
+
+def file_of(row: str) -> str:
+    """The generated file with the instance of a row: rows that differ in the mask share one."""
+    return row.rpartition("_")[0]
+
+
+def row_of(file: str, mangled: str) -> str:
+    """The row of a kernel in such a file, by the MaskKind among its template arguments. A kernel
+    without one is of a row for any mask."""
+    mask = re.search(r"8MaskKindE(\d)E", mangled)
+    return f"{file}_{MASKS[int(mask[1])] if mask else 'any'}"
 
 
 def kernel_name(mangled: str) -> str:

@@ -26,7 +26,7 @@ FIGURES = {
 
 
 def test_joins_the_instances_of_a_template_by_their_worst():
-    assert kernel_report.parse(LOG) == {("sm_90a", "forward"): FIGURES}
+    assert kernel_report.parse(LOG) == {("", "sm_90a", "forward"): FIGURES}
 
 
 def test_each_figure_is_held_to_its_budget():
@@ -143,14 +143,41 @@ def test_kernel_names():
     assert kernel_budget.kernel_name("plain") == "plain"
 
 
-def test_files_of_a_family_have_its_name(tmp_path):
+def masked(kind: int) -> str:
+    return LOG.replace("EEEvi", f"ELNS_8MaskKindE{kind}EEEvi")
+
+
+def test_a_file_holds_rows_that_differ_in_the_mask(tmp_path):
     """Kernels that rows share are in cuda/<family>/row_kernels.cu, one file a family."""
+    rows = ("a_full", "a_causal", "a_window", "b_any")
     (tmp_path / "generated").mkdir()
-    (tmp_path / "generated" / "kernel_rows.inc").write_text("PANTILE_KERNEL_ROW(a_row, x)\n")
-    for path in ("instances/a_row", "instances/gone", "cuda/hopper/row_kernels"):
+    (tmp_path / "generated" / "kernel_rows.inc").write_text(
+        "".join(f"PANTILE_KERNEL_ROW({row}, x)\n" for row in rows)
+    )
+    logs = {
+        "instances/a": masked(0) + masked(2),
+        "instances/b": LOG,
+        "instances/a_full": LOG,  # of an older tree
+        "cuda/hopper/row_kernels": LOG,
+    }
+    for path, text in logs.items():
         log = tmp_path / f"{path}.cu.o.ptxas"
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(LOG)
+        log.write_text(text)
     found, missing = kernel_report.read_build(tmp_path)
-    assert set(found) == {"a_row/sm_90a/forward", "hopper_row_kernels/sm_90a/forward"}
-    assert missing == []
+    owners = ("a_full", "a_window", "b_any", "hopper_row_kernels")
+    assert set(found) == {f"{owner}/sm_90a/forward" for owner in owners}
+    assert missing == ["a_causal"]
+
+
+def test_rows_of_kernels():
+    assert kernel_budget.file_of("hopper_forward_bf16_d192x128_full") == (
+        "hopper_forward_bf16_d192x128"
+    )
+    symbol = "_ZN7pantile6hopper14forward_kernelINS0_14ForwardVariantILi64ELNS_8MaskKindE1EEEEvv"
+    assert kernel_budget.row_of("hopper_forward_bf16_d64", symbol) == (
+        "hopper_forward_bf16_d64_causal"
+    )
+    assert kernel_budget.row_of("ampere_backward_f16_d64", "_Z4kernv") == (
+        "ampere_backward_f16_d64_any"
+    )
