@@ -29,7 +29,9 @@ def read_rows() -> list[Row]:
     """The rows of cuda/kernels.def and the CPU rows of cpp/host/kernel_table.cc."""
     rows: list[Row] = []
     for line in (ROOT / "cuda/kernels.def").read_text().splitlines():
-        if match := re.match(r"PANTILE_KERNEL\((\w+), (\w+), (\w+), (\d+), (\d+), (\w+)\)", line):
+        if match := re.match(
+            r"PANTILE_KERNEL\((\w+), (\w+), (\w+), (\d+), (\d+), (\w+), \w+\)", line
+        ):
             backend, way, dtype, dim, dim_v, mask = match.groups()
             rows.append((backend, way, dtype, dim if dim == dim_v else f"{dim}x{dim_v}", mask))
     table = (ROOT / "cpp/host/kernel_table.cc").read_text()
