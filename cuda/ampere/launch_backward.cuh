@@ -54,20 +54,18 @@ class BackwardCall {
       status = bound_keys<kDType>();
     }
     if (status.ok() && has_rows) {
-      status = launch("ampere prepare_rows", prepare_rows<Config, kDType>, row_blocks, kRowThreads,
-                      0, stream_, prepare_params());
+      status = cuda::launch("ampere prepare_rows", launch_of(row_blocks, kRowThreads),
+                            prepare_rows<Config, kDType>, prepare_params());
     }
     if (status.ok() && has_keys) {
-      status = launch("ampere backward", backward_kernel<Config, kDType, kMask>, plan_.blocks,
-                      Config::kThreads, static_cast<int>(sizeof(BackwardStorage<Config>)), stream_,
-                      main_params(false));
+      status = run_main<Config, kDType, kMask>(false);
     }
     if (status.ok() && has_rows && has_keys && problem_.deterministic) {
       status = repeat_measured<Config, kDType, kMask>(row_blocks);
     }
     if (status.ok() && has_rows) {
-      status = launch("ampere finish_rows", finish_rows<Config, kDType>, row_blocks, kRowThreads, 0,
-                      stream_, finish_params());
+      status = cuda::launch("ampere finish_rows", launch_of(row_blocks, kRowThreads),
+                            finish_rows<Config, kDType>, finish_params());
     }
     return status;
   }
@@ -175,11 +173,17 @@ class BackwardCall {
     const SettleParams<Config::kTileQ> params{row_pass(), plan_.tile_k, nullptr,
                                               at<float>(offsets_.row_terms)};
     const Status status = launch_settle_units(launch_of(blocks, common::kSettleThreads), params);
-    return status.ok()
-               ? launch("ampere backward", backward_kernel<Config, kDType, kMask>, plan_.blocks,
-                        Config::kThreads, static_cast<int>(sizeof(BackwardStorage<Config>)),
-                        stream_, main_params(true))
-               : status;
+    return status.ok() ? run_main<Config, kDType, kMask>(true) : status;
+  }
+
+  template <class Config, DType kDType, MaskKind kMask>
+  Status run_main(bool repeats) const {
+    static cuda::PreparedDevices prepared{0};
+    constexpr int kBytes = static_cast<int>(sizeof(BackwardStorage<Config>));
+    return cuda::launch(
+        "ampere backward",
+        ampere::launch_of(plan_, plan_.blocks, Config::kThreads, kBytes, stream_, &prepared),
+        backward_kernel<Config, kDType, kMask>, main_params(repeats));
   }
 
   template <DType kDType>
@@ -216,12 +220,7 @@ class BackwardCall {
   }
 
   cuda::Launch launch_of(int blocks, int threads) const {
-    cuda::Launch how;
-    how.grid = dim3(static_cast<unsigned>(blocks));
-    how.block = dim3(static_cast<unsigned>(threads));
-    how.stream = stream_;
-    how.early = false;
-    return how;
+    return ampere::launch_of(plan_, blocks, threads, stream_);
   }
 
   const BackwardPlan& plan_;

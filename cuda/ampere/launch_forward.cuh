@@ -64,7 +64,7 @@ inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensor
 
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, ForwardTile kTile,
           ForwardSoftmax kSoftmax, bool kLongRows>
-Status launch_forward_tile(ForwardParams params, int blocks, cudaStream_t stream) {
+Status launch_forward_tile(ForwardParams params, const ForwardPlan& plan, cudaStream_t stream) {
   constexpr int kSharedBytes = forward_shared_bytes(kTile, kHeadDim, kHeadDimV);
   using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile, softmax_kind(kSoftmax), kLongRows>;
   static_assert(sizeof(ReferenceStorage<Config>) == kSharedBytes);
@@ -84,7 +84,11 @@ Status launch_forward_tile(ForwardParams params, int blocks, cudaStream_t stream
       return trial_forward_kernel<Config, kDType, kMask>;
     }
   }();
-  return launch("ampere forward", kernel, blocks, Config::kThreads, kSharedBytes, stream, params);
+  static cuda::PreparedDevices prepared{0};
+  return cuda::launch(
+      "ampere forward",
+      launch_of(plan, plan.blocks, Config::kThreads, kSharedBytes, stream, &prepared), kernel,
+      params);
 }
 
 // The kernel of one kind of softmax, if the row and this build have it.
@@ -104,11 +108,11 @@ Status launch_softmax(const ForwardParams& params, const ForwardPlan& plan, cuda
       if constexpr (kSoftmax == ForwardSoftmax::vector) {
         if (plan.problem.seqlen_k > kLongRowKeys) {
           return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, kTile, kSoftmax, true>(
-              params, plan.blocks, stream);
+              params, plan, stream);
         }
       }
       return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, kTile, kSoftmax, false>(
-          params, plan.blocks, stream);
+          params, plan, stream);
     };
     switch (shared_class(plan.device.smem_optin_bytes)) {
       case SharedClass::small:

@@ -36,6 +36,7 @@ class BackwardCall {
         offsets_(backward_workspace(plan.problem, plan.kernel->head_dim)),
         workspace_(static_cast<std::uint8_t*>(workspace)),
         stream_(stream),
+        device_(plan.device.device.index),
         queries_(side(forward_.seqlen_q, tensors.forward.cu_seqlens_q, tensors.forward.seqused_q)),
         keys_(side(forward_.seqlen_k, tensors.forward.cu_seqlens_k, tensors.forward.seqused_k)),
         row_tiles_(numbers(counted_rows(forward_), plan.tile_q, queries_.cu_seqlens)),
@@ -266,26 +267,18 @@ class BackwardCall {
       return status;
     }
     const BackwardParams params = main_params<kMask>(kSum, repeats);
+    static cuda::PreparedDevices prepared{0};
+    cuda::Launch how = launch_of(main_blocks_, Config::kThreads);
+    how.prepared = &prepared;
+    how.device = device_;
+    constexpr const char* kName = "the main backward kernel";
     if constexpr (Config::kTileK == 128) {
-      return launch(backward_paired<Config, kMask, kSum>, kStorageBytes<PairedStorage<Config>>,
-                    Config::kThreads, maps, params);
+      how.shared_bytes = kStorageBytes<PairedStorage<Config>>;
+      return cuda::launch(kName, how, backward_paired<Config, kMask, kSum>, maps, params);
     } else {
-      return launch(backward_pipeline<Config, kMask, kSum>, kStorageBytes<PipelineStorage<Config>>,
-                    Config::kThreads, maps, params);
+      how.shared_bytes = kStorageBytes<PipelineStorage<Config>>;
+      return cuda::launch(kName, how, backward_pipeline<Config, kMask, kSum>, maps, params);
     }
-  }
-
-  Status launch(void (*kernel)(BackwardMaps, BackwardParams), int shared_bytes, int threads,
-                const BackwardMaps& maps, const BackwardParams& params) const {
-    const Status status = cuda::check(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-        "cudaFuncSetAttribute");
-    if (!status.ok()) {
-      return status;
-    }
-    cuda::Launch how = launch_of(main_blocks_, threads);
-    how.shared_bytes = shared_bytes;
-    return cuda::launch("the main backward kernel", how, kernel, maps, params);
   }
 
   template <class Config, SumKind kSum>
@@ -316,6 +309,7 @@ class BackwardCall {
   const BackwardWorkspace offsets_;
   std::uint8_t* const workspace_;
   const cudaStream_t stream_;
+  const int device_;
   const core::SequenceSide queries_, keys_;
   const common::TileNumbers row_tiles_, key_tiles_;
   const int multiprocessors_;
@@ -330,9 +324,6 @@ Status launch_backward(const BackwardPlan& plan, const BackwardTensors& tensors,
                        void* stream) {
   using Floating = BackwardConfig<kDType, kHeadDim, kHeadDimV, SumKind::floating>;
   using Integer = BackwardConfig<kDType, kHeadDim, kHeadDimV, SumKind::integer>;
-  static_assert(Floating::kTileQ == backward_tile_q(kHeadDim));
-  static_assert(Floating::kTileK == backward_tile_k(kHeadDim));
-  static_assert(Integer::kTileQ == Floating::kTileQ && Integer::kTileK == Floating::kTileK);
   const cuda::DeviceGuard device(plan.device.device.index);
   if (!device.status().ok()) {
     return device.status();

@@ -103,19 +103,16 @@ Status launch_fp8_variant(const ForwardPlan& plan, const ForwardTensors& tensors
   if (!guard.status().ok()) {
     return guard.status();
   }
-  static std::atomic<std::uint64_t> prepared{0};
-  Status status = cuda::allow_shared_memory(reinterpret_cast<const void*>(kernel),
-                                            kConfig.shared_bytes(), device, prepared);
-  if (!status.ok()) {
-    return status;
-  }
   Fp8Maps maps;
-  status = fp8_maps(kConfig, plan.problem, tensors, &maps);
+  const Status status = fp8_maps(kConfig, plan.problem, tensors, &maps);
   if (!status.ok()) {
     return status;
   }
-  const cuda::Launch how{dim3(static_cast<unsigned>(plan.blocks)), dim3(kConfig.threads()),
-                         kConfig.shared_bytes(), stream};
+  static cuda::PreparedDevices prepared{0};
+  cuda::Launch how{dim3(static_cast<unsigned>(plan.blocks)), dim3(kConfig.threads()),
+                   kConfig.shared_bytes(), stream};
+  how.prepared = &prepared;
+  how.device = device;
   return cuda::launch("launching the Hopper FP8 forward", how, kernel, maps,
                       fp8_params(kConfig, plan, tensors, workspace));
 }
