@@ -10,6 +10,7 @@
 #include "build_info.h"
 #include "host/features.h"
 #include "host/kernel_table.h"
+#include "host/row_rules.h"
 #include "host/shape.h"
 #include "host/softmax.h"
 #include "host/validate.h"
@@ -81,7 +82,8 @@ Status consider(const Row& row, const Problem& problem, const DeviceProps& devic
     return Status::error(StatusCode::unsupported, "options.backend asks for %s",
                          backend_name(options.backend));
   }
-  Status status = host::feature_rule(row.info, host::required(problem));
+  Status status =
+      host::row_rule(row.info, forward_part(problem), dtype_of(problem), host::required(problem));
   if (status.ok()) {
     status = row.accept(row.info, problem, device);
   }
@@ -99,7 +101,7 @@ Status consider(const Row& row, const Problem& problem, const DeviceProps& devic
 int likeness(const KernelInfo& row, const ForwardProblem& problem, DType input) {
   const bool dtype = row.dtype == input;
   const bool dims = row.head_dim >= problem.head_dim && row.head_dim_v >= problem.head_dim_v;
-  const bool mask = row.mask == MaskKind::any || row.mask == host::mask_kind(problem);
+  const bool mask = row.mask == MaskKind::any || row.mask == mask_kind(problem);
   return 4 * dtype + 2 * dims + mask;
 }
 

@@ -86,7 +86,7 @@ Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
                        const DeviceProps& device) {
   Status status = device_rule(device);
   if (status.ok()) {
-    status = row_rule(row, problem.forward);
+    status = dim_rule(row, problem.forward);
   }
   if (status.ok()) {
     status = layout_rules(problem);

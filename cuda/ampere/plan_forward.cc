@@ -92,7 +92,7 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
                       const DeviceProps& device) {
   Status status = device_rule(device);
   if (status.ok()) {
-    status = row_rule(row, problem);
+    status = dim_rule(row, problem);
   }
   if (status.ok()) {
     status = layout_rules(problem);

@@ -46,35 +46,22 @@ inline Status build_rule(const KernelInfo& row, const DeviceProps& device) {
   return Status();
 }
 
-inline Status row_rule(const KernelInfo& row, const ForwardProblem& p) {
-  if (p.dtype != row.dtype) {
-    return Status::error(StatusCode::unsupported, "serves %s, dtype is %s", dtype_name(row.dtype),
-                         dtype_name(p.dtype));
-  }
+// Copies are 16 bytes wide.
+inline Status dim_rule(const KernelInfo& row, const ForwardProblem& p) {
   const std::int64_t dims[] = {p.head_dim, p.head_dim_v};
-  const int most[] = {row.head_dim, row.head_dim_v};
   const char* const names[] = {"head_dim", "head_dim_v"};
+  const int elements = 16 / dtype_bytes(row.dtype);
   for (int i = 0; i < 2; ++i) {
-    if (dims[i] > most[i]) {
-      return Status::error(StatusCode::unsupported, "serves %s up to %d, it is %" PRId64, names[i],
-                           most[i], dims[i]);
-    }
-    const int elements = 16 / dtype_bytes(row.dtype);
     if (dims[i] % elements != 0) {
       return Status::error(StatusCode::unsupported,
                            "needs %s to be a multiple of %d, it is %" PRId64, names[i], elements,
                            dims[i]);
     }
   }
-  if (row.mask != MaskKind::any && row.mask != mask_kind(p)) {
-    return Status::error(StatusCode::unsupported,
-                         "serves %s masks, window_left is %" PRId64 " and window_right %" PRId64,
-                         mask_kind_name(row.mask), p.window_left, p.window_right);
-  }
   return Status();
 }
 
-// Copies are 16 bytes wide, and a few rows' strides together must fit 63 bits, in bytes. Axes of
+// A few rows' strides together must fit 63 bits, in bytes. Axes of
 // one element have the strides of a contiguous tensor (host::canonical).
 inline Status layout_rule(const char* name, const Layout& layout, DType dtype) {
   const int elements = 16 / dtype_bytes(dtype);

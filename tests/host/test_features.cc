@@ -175,24 +175,5 @@ TEST(Features, EveryRowListsWhatItsPassHas) {
   }
 }
 
-// Through plans: an fp32 forward has no low bits, whatever asks for them.
-TEST(Features, ExplainSaysWhatIsMissing) {
-  ForwardProblem p = forward_problem();
-  p.wants_o_low = true;
-  std::vector<Verdict> verdicts(static_cast<std::size_t>(kernel_count()));
-  const int count =
-      explain_forward(p, cpu_device(), {}, verdicts.data(), static_cast<int>(verdicts.size()));
-  int refused = 0;
-  for (int i = 0; i < count; ++i) {
-    if (verdicts[i].kernel->backend == Backend::cpu &&
-        !verdicts[i].kernel->features.has(Feature::o_low)) {
-      EXPECT_STREQ(verdicts[i].reason.message(), "does not serve o_low")
-          << verdicts[i].kernel->name;
-      ++refused;
-    }
-  }
-  EXPECT_EQ(refused, 2);  // f32 and e4m3
-}
-
 }  // namespace
 }  // namespace pantile::testing

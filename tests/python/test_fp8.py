@@ -917,5 +917,5 @@ def test_bad_input(case):
 
 
 def test_head_dims_above_256_are_refused_by_name():
-    with pytest.raises(pantile.UnsupportedError, match="takes head dims up to 256 and 256"):
+    with pytest.raises(pantile.UnsupportedError, match="serves head dims up to 256 and 256"):
         pantile.quantize(*operands(1, 5, 5, head_dim=264))
