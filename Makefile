@@ -6,6 +6,9 @@ VENV ?= .venv
 BUILD ?= build/python
 # CUDA kernels: AUTO (when nvcc is found), ON (required), OFF.
 PANTILE_CUDA ?= AUTO
+# Kernels that a wheel has not: trial kernels; 16-bit ampere kernels for a Hopper GPU.
+export PANTILE_EXPERIMENTS ?= OFF
+export PANTILE_AMPERE_ON_HOPPER ?= OFF
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 PY := $(VENV)/bin/python

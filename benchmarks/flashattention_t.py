@@ -234,6 +234,11 @@ def main() -> None:
     arguments = parse_arguments()
     if not torch.cuda.is_available():
         sys.exit("these are modes of a CUDA kernel, and there is no CUDA GPU")
+    built = pantile.build_info()
+    wanted = {"experiments": True, "ampere_on_hopper": torch.cuda.get_device_capability()[0] == 9}
+    for option, needed in wanted.items():
+        if needed and not built[option]:
+            sys.exit(f"these modes need a build with PANTILE_{option.upper()}=ON")
     pantile.load_torch()
     arguments.gpu = torch.cuda.get_device_name()
     reports = {

@@ -1,21 +1,27 @@
 # Reads cuda/kernels.def, the list of GPU kernels, and writes into the build tree
 #   generated/kernel_rows.inc        the same rows with their names, for cpp/host/kernel_table.cc
-#   generated/instances/<name>.cu    one kernel instance a row, from cuda/instance.cu.in
-# Each GPU family's instances make one object library, compiled for that family's targets only.
+#   generated/instances/<file>.cu    the kernel instances of rows that differ in the mask only, each
+#                                    from cuda/instance.cu.in: reading the headers takes as long
+#                                    as compiling one instance
+# Kernels that several rows share are in cuda/<family>/row_kernels.cu.
+# Files that are compiled for the same targets make one object library: those of the hopper
+# family, the 16-bit ones of the ampere family, and its fp32 ones, which a Hopper GPU runs too.
 
 set(_generated "${PROJECT_BINARY_DIR}/generated")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS cuda/kernels.def cuda/instance.cu.in)
 set(PANTILE_CUDA_FAMILIES hopper ampere)
+set(PANTILE_CUDA_GROUPS hopper ampere ampere_f32)
 # For quick builds while one kernel is worked on: the table then holds these rows only.
 set(PANTILE_KERNELS "" CACHE STRING
   "Compile only the kernels whose name matches this regular expression; empty: all of them")
 
 function(pantile_read_kernels)
   file(STRINGS cuda/kernels.def _rows REGEX "^PANTILE_KERNEL")
+  file(READ cuda/instance.cu.in _template)
   set(_table "")
   foreach(_row IN LISTS _rows)
     if(NOT _row MATCHES
-        "^PANTILE_KERNEL\\(([a-z]+), ([a-z]+), ([a-z0-9]+), ([0-9]+), ([0-9]+), ([a-z]+)\\)$")
+        "^PANTILE_KERNEL\\(([a-z]+), ([a-z]+), ([a-z0-9]+), ([0-9]+), ([0-9]+), ([a-z]+), ([a-z0-9_]+)\\)$")
       message(FATAL_ERROR "pantile: cannot read this row of cuda/kernels.def: ${_row}")
     endif()
     set(backend ${CMAKE_MATCH_1})
@@ -24,14 +30,16 @@ function(pantile_read_kernels)
     set(head_dim ${CMAKE_MATCH_4})
     set(head_dim_v ${CMAKE_MATCH_5})
     set(mask ${CMAKE_MATCH_6})
+    set(features ${CMAKE_MATCH_7})
     if(NOT backend IN_LIST PANTILE_CUDA_FAMILIES)
       message(FATAL_ERROR "pantile: unknown backend '${backend}' in cuda/kernels.def: ${_row}")
     endif()
     if(head_dim EQUAL head_dim_v)
-      set(name ${backend}_${pass}_${dtype}_d${head_dim}_${mask})
+      set(_file ${backend}_${pass}_${dtype}_d${head_dim})
     else()
-      set(name ${backend}_${pass}_${dtype}_d${head_dim}x${head_dim_v}_${mask})
+      set(_file ${backend}_${pass}_${dtype}_d${head_dim}x${head_dim_v})
     endif()
+    set(name ${_file}_${mask})
     if(PANTILE_KERNELS AND NOT name MATCHES "${PANTILE_KERNELS}")
       continue()
     endif()
@@ -45,29 +53,60 @@ function(pantile_read_kernels)
       set(launcher forward_fp8)
     endif()
     string(APPEND _table
-      "PANTILE_KERNEL_ROW(${name}, ${backend}, ${pass}, ${dtype}, ${head_dim}, ${head_dim_v}, ${mask})\n")
-    configure_file(cuda/instance.cu.in ${_generated}/instances/${name}.cu @ONLY)
-    list(APPEND _instances_${backend} ${_generated}/instances/${name}.cu)
+      "PANTILE_KERNEL_ROW(${name}, ${backend}, ${pass}, ${dtype}, ${head_dim}, ${head_dim_v}, ${mask}, ${features})\n")
+    string(CONFIGURE "${_template}" _instance @ONLY)
+    string(APPEND _text_${_file} "${_instance}")
+    list(APPEND _files ${_file})
+    set(_group ${backend})
+    if(backend STREQUAL "ampere" AND dtype STREQUAL "f32")
+      set(_group ampere_f32)
+    endif()
+    list(APPEND _instances_${_group} ${_generated}/instances/${_file}.cu)
+    if(pass STREQUAL "backward" AND NOT dtype STREQUAL "f32")
+      list(APPEND _instances_${_group} ${PROJECT_SOURCE_DIR}/cuda/${backend}/row_kernels.cu)
+    endif()
+  endforeach()
+  if(_files)
+    list(REMOVE_DUPLICATES _files)
+  endif()
+  foreach(_file IN LISTS _files)
+    file(CONFIGURE OUTPUT ${_generated}/instances/${_file}.cu CONTENT "${_text_${_file}}" @ONLY)
   endforeach()
   file(CONFIGURE OUTPUT ${_generated}/kernel_rows.inc CONTENT "${_table}" @ONLY)
-  foreach(_family IN LISTS PANTILE_CUDA_FAMILIES)
-    set(PANTILE_INSTANCES_${_family} "${_instances_${_family}}" PARENT_SCOPE)
+  foreach(_group IN LISTS PANTILE_CUDA_GROUPS)
+    if(_instances_${_group})
+      list(REMOVE_DUPLICATES _instances_${_group})
+    endif()
+    set(PANTILE_INSTANCES_${_group} "${_instances_${_group}}" PARENT_SCOPE)
   endforeach()
 endfunction()
 
-function(pantile_cuda_family family archs)
-  set(_target pantile_${family})
+# What a group is compiled for. fp32 is what a Hopper GPU takes of the ampere family by itself.
+set(_archs_hopper ${PANTILE_HOPPER_ARCHS})
+set(_archs_ampere ${PANTILE_AMPERE_ARCHS})
+set(_archs_ampere_f32 ${PANTILE_AMPERE_ARCHS} 90-real)
+if(PANTILE_AMPERE_ON_HOPPER)
+  list(APPEND _archs_ampere 90-real)
+endif()
+list(REMOVE_DUPLICATES _archs_ampere)
+list(REMOVE_DUPLICATES _archs_ampere_f32)
+
+function(pantile_cuda_group group archs)
+  set(_target pantile_${group})
   add_library(${_target} OBJECT ${ARGN})
   set(_launcher ${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh ${CMAKE_CUDA_COMPILER_LAUNCHER})
   set_target_properties(${_target} PROPERTIES
     CUDA_ARCHITECTURES "${archs}" CUDA_SEPARABLE_COMPILATION OFF
     CUDA_VISIBILITY_PRESET hidden CUDA_RUNTIME_LIBRARY Static JOB_POOL_COMPILE pantile_nvcc
     CUDA_COMPILER_LAUNCHER "${_launcher}")
-  target_include_directories(${_target} PRIVATE cpp cpp/include cuda)
+  target_include_directories(${_target} PRIVATE cpp cpp/include cuda ${_generated})
   target_compile_definitions(${_target} PRIVATE PANTILE_STATIC)
   target_compile_options(${_target} PRIVATE
     # As a flag, because CMake 3.25 does not know that nvcc has C++20.
-    -std=c++20 --expt-relaxed-constexpr --compress-mode=size -Xptxas=-v)
+    -std=c++20 --expt-relaxed-constexpr --compress-mode=size -Xptxas=-v
+    # Both families have instances of the kernels of cuda/common, for different targets: each calls
+    # its own. The default from CUDA 13 on.
+    -static-global-template-stub=true)
   target_link_libraries(${_target} PRIVATE CUDA::cudart_static)
   pantile_warnings(${_target})
   target_sources(pantile PRIVATE $<TARGET_OBJECTS:${_target}>)
@@ -82,10 +121,9 @@ if(PANTILE_HAS_CUDA)
   cmake_host_system_information(RESULT _cores QUERY NUMBER_OF_LOGICAL_CORES)
   set(PANTILE_NVCC_JOBS ${_cores} CACHE STRING "How many nvcc run at a time (Ninja)")
   set_property(GLOBAL APPEND PROPERTY JOB_POOLS pantile_nvcc=${PANTILE_NVCC_JOBS})
-  foreach(_family IN LISTS PANTILE_CUDA_FAMILIES)
-    string(TOUPPER ${_family} _FAMILY)
-    if(PANTILE_INSTANCES_${_family})
-      pantile_cuda_family(${_family} "${PANTILE_${_FAMILY}_ARCHS}" ${PANTILE_INSTANCES_${_family}})
+  foreach(_group IN LISTS PANTILE_CUDA_GROUPS)
+    if(PANTILE_INSTANCES_${_group})
+      pantile_cuda_group(${_group} "${_archs_${_group}}" ${PANTILE_INSTANCES_${_group}})
     endif()
   endforeach()
   target_sources(pantile PRIVATE cuda/backend.cc)

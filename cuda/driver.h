@@ -38,18 +38,32 @@ inline Status allow_shared_memory(const void* kernel, int bytes, int device,
   return status;
 }
 
+// Devices on which a kernel may have the shared memory that it needs: allow_shared_memory().
+using PreparedDevices = std::atomic<std::uint64_t>;
+
 // A kernel's launch, without its arguments.
 struct Launch {
   dim3 grid, block;
   int shared_bytes = 0;  // dynamic
   cudaStream_t stream = nullptr;
   bool early = true;  // may start while the kernel before it drains (prim/grid_dependency.cuh)
+  // More than 48 KB of shared memory are asked for first, once a device: `prepared` is the kernel's
+  // own, `device` the current one.
+  PreparedDevices* prepared = nullptr;
+  int device = 0;
 };
 
 // Ok, or "name: " and what CUDA says.
 template <class... Params>
 Status launch(const char* name, const Launch& how, void (*kernel)(Params...),
               const Params&... params) {
+  if (how.prepared != nullptr) {
+    const Status status = allow_shared_memory(reinterpret_cast<const void*>(kernel),
+                                              how.shared_bytes, how.device, *how.prepared);
+    if (!status.ok()) {
+      return status;
+    }
+  }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -20,15 +20,17 @@ LIMITS = ("registers", "stack_bytes", "spill_bytes", "smem_bytes")
 LIMITS_OF_EVERY_NVCC = ("stack_bytes", "spill_bytes")
 
 
-def parse(log: str) -> dict[tuple[str, str], budget.Figures]:
-    """(architecture, kernel) -> figures, of one object's log. Instances of one template that share
-    a name are joined by their largest figures."""
+def parse(log: str, file: str = "") -> dict[tuple[str, str, str], budget.Figures]:
+    """(row, architecture, kernel) -> figures, of one object's log. Instances of one template that
+    share a name are joined by their largest figures. ``file``: of cuda/kernels.def; a kernel of
+    another file has the empty row."""
     result: dict[tuple[str, str], budget.Figures] = {}
     current: budget.Figures = {}
     advisories: list[str] = []
     for line in log.splitlines():
         if entry := re.search(r"Compiling entry function '(\w+)' for '(\w+)'", line):
-            key = (entry[2], budget.kernel_name(entry[1]))
+            row = budget.row_of(file, entry[1]) if file else ""
+            key = (row, entry[2], budget.kernel_name(entry[1]))
             current = result.setdefault(key, dict.fromkeys(LIMITS, 0))
         elif frame := re.search(
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
@@ -54,15 +56,18 @@ def read_build(build: pathlib.Path) -> tuple[dict[str, budget.Figures], list[str
     """All kernels of a build, and the rows of the kernel table that left no log."""
     found: dict[str, budget.Figures] = {}
     rows = budget.row_names(build)
-    files = set()
+    files = {budget.file_of(row) for row in rows}
+    seen = set()
     for path in sorted(build.rglob("*.cu.o.ptxas")):
         file = path.name.removesuffix(".cu.o.ptxas")
-        if path.parent.name == "instances" and file not in rows:
-            continue  # left behind by a row that is gone
-        files.add(file)
-        for (arch, kernel), figures in parse(path.read_text()).items():
-            found[f"{file}/{arch}/{kernel}"] = figures
-    return found, [row for row in rows if row not in files]
+        generated = path.parent.name == "instances"
+        if generated and file not in files:
+            continue  # left behind by rows that are gone
+        for (row, arch, kernel), figures in parse(path.read_text(), generated * file).items():
+            seen.add(row)
+            owner = row or f"{path.parent.name}_{file}"  # of a family's folder: hopper_row_kernels
+            found[f"{owner}/{arch}/{kernel}"] = figures
+    return found, [row for row in rows if row not in seen]
 
 
 def worse(
@@ -103,9 +108,10 @@ def main() -> int:
     print_table(found)
     errors = [f"{row}: a row of kernels.def that left no ptxas log" for row in missing]
     nvcc = budget.nvcc_release(arguments.build)
+    left_out = budget.left_out(arguments.build)
     if arguments.update and not errors:
-        budget.save("ptxas", nvcc, found)
-    errors += budget.compare("ptxas", nvcc, found, worse, worse_elsewhere)
+        budget.save("ptxas", nvcc, found, left_out)
+    errors += budget.compare("ptxas", nvcc, found, worse, worse_elsewhere, left_out)
     return budget.finish("ptxas", errors)
 
 

@@ -33,11 +33,6 @@ PANTILE_HD constexpr T round_up(T a, T b) {
   return ceil_div(a, b) * b;
 }
 
-// Rounds towards minus infinity; `a` may be negative, `b` is positive.
-PANTILE_HD constexpr int floor_div(int a, int b) {
-  return a >= 0 ? a / b : -((-a + b - 1) / b);
-}
-
 // Exact division of any 0 <= n < 2^31 by a divisor that is known only at run time: a multiply and a
 // shift where a GPU would need about twenty instructions. Built on the host, passed by value.
 // With s = ceil(log2 d) and m = ceil(2^(31+s) / d) the quotient is n * m >> (31 + s): m * d exceeds

@@ -65,10 +65,6 @@ PANTILE_HD constexpr float decode_e4m3(std::uint8_t code) {
 // ---- blocks -------------------------------------------------------------------------------------
 
 // Rows are counted from the start of their sequence; block_rows is 64 or 128.
-PANTILE_HD constexpr int scale_block(int row, int block_rows) {
-  return row / block_rows;
-}
-
 PANTILE_HD constexpr int scale_blocks(int length, int block_rows) {
   return ceil_div(length, block_rows);
 }

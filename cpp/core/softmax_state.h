@@ -26,33 +26,6 @@ PANTILE_HD constexpr float softmax_shift(float max) {
   return max == -__builtin_huge_valf() ? 0.0f : max;
 }
 
-// Takes in one block's maximum and returns the factor by which the old sum and output shrink.
-PANTILE_HD_ANY_CALLABLE
-template <class Exp2>
-PANTILE_HD constexpr float raise_max(SoftmaxState& state, float block_max, Exp2 exp2) {
-  const float max = block_max > state.max ? block_max : state.max;
-  const float factor = exp2(state.max - softmax_shift(max));
-  state.max = max;
-  state.sum *= factor;
-  return factor;
-}
-
-// Joins two states of one row over disjoint keys (split-KV); returns both outputs' factors.
-struct MergeFactors {
-  float first, second;
-};
-
-PANTILE_HD_ANY_CALLABLE
-template <class Exp2>
-PANTILE_HD constexpr MergeFactors merge(SoftmaxState& state, const SoftmaxState& other, Exp2 exp2) {
-  const float max = other.max > state.max ? other.max : state.max;
-  const float shift = softmax_shift(max);
-  const MergeFactors factors{exp2(state.max - shift), exp2(other.max - shift)};
-  state.sum = state.sum * factors.first + other.sum * factors.second;
-  state.max = max;
-  return factors;
-}
-
 // 1 / sum, or 0 for a row that attends to nothing, so that its output is exactly zero.
 PANTILE_HD constexpr float normaliser(const SoftmaxState& state) {
   return state.sum == 0.0f ? 0.0f : 1.0f / state.sum;

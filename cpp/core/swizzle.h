@@ -1,6 +1,5 @@
 // How shared-memory tiles are permuted so that neither rows nor columns collide in a bank.
 // Everything counts in bytes; a chunk is 16 bytes, the unit that TMA, wgmma and ldmatrix move.
-// Shared memory has 32 banks of 4 bytes.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +9,6 @@
 namespace pantile::core {
 
 inline constexpr int kChunkBytes = 16;
-inline constexpr int kBanks = 32;
-inline constexpr int kBankBytes = 4;
 
 // The modes of CUtensorMapSwizzle and of the wgmma matrix descriptor: the value is the width of a
 // panel in bytes.
@@ -52,38 +49,6 @@ PANTILE_HD constexpr std::uint32_t ldmatrix_offset(int row_bytes, int row, int c
   const int chunks = row_bytes < 128 ? row_bytes / kChunkBytes : 8;
   const int moved = chunk ^ (row / rows_per_line % chunks);
   return static_cast<std::uint32_t>(row * row_bytes + moved * kChunkBytes);
-}
-
-// Passes that shared memory needs to serve one access of `bytes` (4, 8 or 16) by each of `lanes`
-// lanes: in each pass every bank delivers one word, and equal words are delivered once. Accesses of
-// 8 and 16 bytes go by halves and quarters of a warp, as the hardware does; `ldmatrix` of one 8x8
-// matrix is eight accesses of 16 bytes.
-PANTILE_HD constexpr int bank_passes(const std::uint32_t* addresses, int lanes, int bytes) {
-  const int words = bytes / kBankBytes;
-  const int together = kBanks / words;  // lanes served at a time
-  int passes = 0;
-  for (int first = 0; first < lanes; first += together) {
-    const int count = lanes - first < together ? lanes - first : together;
-    int per_bank[kBanks] = {};
-    std::uint32_t seen[kBanks] = {};  // the distinct words asked for so far
-    int distinct = 0;
-    int worst = 0;
-    for (int i = 0; i < count * words; ++i) {
-      const std::uint32_t word =
-          addresses[first + i / words] / kBankBytes + static_cast<std::uint32_t>(i % words);
-      bool is_new = true;
-      for (int j = 0; j < distinct; ++j) {
-        is_new = is_new && seen[j] != word;
-      }
-      if (is_new) {
-        seen[distinct++] = word;
-        const int load = ++per_bank[word % kBanks];
-        worst = load > worst ? load : worst;
-      }
-    }
-    passes += worst;
-  }
-  return passes;
 }
 
 }  // namespace pantile::core

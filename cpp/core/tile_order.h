@@ -15,7 +15,6 @@
 
 #include "core/host_device.h"
 #include "core/integer.h"
-#include "core/sequence.h"
 
 namespace pantile::core {
 
@@ -99,47 +98,5 @@ class TileOrder {
   FastDivmod section_tiles_;  // tiles of a whole section
   int whole_sections_;
 };
-
-// Packed sequences: each has its own number of tiles. Writes the batch + 1 sums of the tiles before
-// each sequence; the last is the number of tiles of all sequences, for one head.
-PANTILE_HD constexpr void sum_tiles(const SequenceSide& side, int batch, int tile_size,
-                                    std::int32_t* tiles_before) {
-  tiles_before[0] = 0;
-  for (int b = 0; b < batch; ++b) {
-    tiles_before[b + 1] = tiles_before[b] + ceil_div(locate_sequence(side, b).length, tile_size);
-  }
-}
-
-// The sequence that holds tile `tile` of all sequences: the last one with tiles_before <= tile, so
-// that sequences without tiles are passed over. tile is in [0, tiles_before[batch]).
-PANTILE_HD constexpr int find_sequence(const std::int32_t* tiles_before, int batch, int tile) {
-  int low = 0;
-  int high = batch;  // tiles_before[low] <= tile < tiles_before[high]
-  while (high - low > 1) {
-    const int middle = low + (high - low) / 2;
-    if (tiles_before[middle] <= tile) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
-// Sequence after sequence, each in the order of a dense batch of one. work is in
-// [0, tiles_before[batch] * heads); section is at least 1.
-PANTILE_HD constexpr WorkTile packed_tile(const std::int32_t* tiles_before, int batch, int heads,
-                                          int section, TileDirection direction, int work) {
-  const int sequence = find_sequence(tiles_before, batch, work / heads);
-  const int tiles = tiles_before[sequence + 1] - tiles_before[sequence];
-  const int place = work - tiles_before[sequence] * heads;
-  const int whole = min_of(section, heads);
-  const int first_head = place / (whole * tiles) * whole;
-  const int rest = place - first_head * tiles;
-  const int size = min_of(whole, heads - first_head);
-  const int tile = rest / size;
-  return WorkTile{direction == TileDirection::descending ? tiles - 1 - tile : tile,
-                  first_head + rest % size, sequence};
-}
 
 }  // namespace pantile::core

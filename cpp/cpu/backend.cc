@@ -70,20 +70,9 @@ Status check_isa(const DeviceProps& device) {
   return Status();
 }
 
-Status accept_problem(const KernelInfo& row, const ForwardProblem& problem,
-                      const DeviceProps& device) {
+Status accept_problem(const ForwardProblem& problem, const DeviceProps& device) {
   if (device.device.type != DeviceType::cpu) {
     return Status::error(StatusCode::unsupported, "it runs on the CPU; the tensors are on a GPU");
-  }
-  if (problem.dtype != row.dtype) {
-    return Status::error(StatusCode::unsupported, "%s takes %s; dtype is %s", row.name,
-                         dtype_name(row.dtype), dtype_name(problem.dtype));
-  }
-  if (problem.head_dim > row.head_dim || problem.head_dim_v > row.head_dim_v) {
-    return Status::error(StatusCode::unsupported,
-                         "%s takes head dims up to %d and %d; they are %lld and %lld", row.name,
-                         row.head_dim, row.head_dim_v, static_cast<long long>(problem.head_dim),
-                         static_cast<long long>(problem.head_dim_v));
   }
   const std::int64_t length = core::max_of(problem.seqlen_q, problem.seqlen_k);
   if (!core::TileOrder::fits(core::ceil_div<std::int64_t>(length, kForwardRows), problem.heads_q,
@@ -248,9 +237,8 @@ CpuIsa detect_isa() {
   return best == CpuIsa::avx512_bf16 && !has_fast_bf16() ? CpuIsa::avx512 : best;
 }
 
-Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
-                      const DeviceProps& device) {
-  return accept_problem(row, problem, device);
+Status accept_forward(const KernelInfo&, const ForwardProblem& problem, const DeviceProps& device) {
+  return accept_problem(problem, device);
 }
 
 void configure_forward(ForwardPlan* plan) {
@@ -298,9 +286,9 @@ Status run_forward_fp8(const ForwardPlan& plan, const ForwardTensors& tensors, v
                    aligned(fp8_scratch(job, nullptr).bytes));
 }
 
-Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
+Status accept_backward(const KernelInfo&, const BackwardProblem& problem,
                        const DeviceProps& device) {
-  return accept_problem(row, problem.forward, device);
+  return accept_problem(problem.forward, device);
 }
 
 void configure_backward(BackwardPlan* plan) {

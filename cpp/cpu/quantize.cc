@@ -346,20 +346,10 @@ std::size_t place(const QuantizePlan& plan, void* base, QuantizeJob* job) {
 
 }  // namespace
 
-Status accept_quantize(const KernelInfo& row, const QuantizeProblem& problem,
+Status accept_quantize(const KernelInfo&, const QuantizeProblem& problem,
                        const DeviceProps& device) {
-  const ForwardProblem& p = problem.forward;
   if (device.device.type != DeviceType::cpu) {
     return Status::error(StatusCode::unsupported, "it runs on the CPU; the tensors are on a GPU");
-  }
-  if (problem.dtype != row.dtype) {
-    return Status::error(StatusCode::unsupported, "%s takes %s; dtype is %s", row.name,
-                         dtype_name(row.dtype), dtype_name(problem.dtype));
-  }
-  if (p.head_dim > row.head_dim || p.head_dim_v > row.head_dim_v) {
-    return Status::error(StatusCode::unsupported,
-                         "%s takes head dims up to %d and %d; they are %" PRId64 " and %" PRId64,
-                         row.name, row.head_dim, row.head_dim_v, p.head_dim, p.head_dim_v);
   }
   constexpr std::int64_t kMaxItems = (std::int64_t{1} << 31) - 1;
   if (code_items(problem) > kMaxItems) {

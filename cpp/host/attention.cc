@@ -3,10 +3,14 @@
 #include "pantile/attention.h"
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdio>
+#include <type_traits>
 
 #include "build_info.h"
+#include "host/features.h"
 #include "host/kernel_table.h"
+#include "host/row_rules.h"
 #include "host/shape.h"
 #include "host/softmax.h"
 #include "host/validate.h"
@@ -78,7 +82,11 @@ Status consider(const Row& row, const Problem& problem, const DeviceProps& devic
     return Status::error(StatusCode::unsupported, "options.backend asks for %s",
                          backend_name(options.backend));
   }
-  Status status = row.accept(row.info, problem, device);
+  Status status =
+      host::row_rule(row.info, forward_part(problem), dtype_of(problem), host::required(problem));
+  if (status.ok()) {
+    status = row.accept(row.info, problem, device);
+  }
   if (status.ok()) {
     status = softmax_rule_of(row.info, problem);
   }
@@ -93,7 +101,7 @@ Status consider(const Row& row, const Problem& problem, const DeviceProps& devic
 int likeness(const KernelInfo& row, const ForwardProblem& problem, DType input) {
   const bool dtype = row.dtype == input;
   const bool dims = row.head_dim >= problem.head_dim && row.head_dim_v >= problem.head_dim_v;
-  const bool mask = row.mask == MaskKind::any || row.mask == host::mask_kind(problem);
+  const bool mask = row.mask == MaskKind::any || row.mask == mask_kind(problem);
   return 4 * dtype + 2 * dims + mask;
 }
 
@@ -170,30 +178,38 @@ Status make_plan(RowList<Row> list, const Problem& problem, const DeviceProps& d
   return refusal(list, canonical, device, options);
 }
 
+// The row that a plan was made for, whose `info` it points to; null if it points elsewhere.
+template <class Row>
+const Row* row_of(RowList<Row> list, const KernelInfo* kernel) {
+  static_assert(std::is_standard_layout_v<Row> && offsetof(Row, info) == 0);
+  const auto offset =
+      reinterpret_cast<std::uintptr_t>(kernel) - reinterpret_cast<std::uintptr_t>(list.rows);
+  const std::uintptr_t number = offset / sizeof(Row);
+  const bool inside = number < static_cast<std::uintptr_t>(list.count) && offset % sizeof(Row) == 0;
+  return inside ? list.rows + number : nullptr;
+}
+
 template <class Row, class Plan, class Tensors>
 Status launch(RowList<Row> list, const Plan& plan, const Tensors& tensors, void* workspace,
               void* stream) {
-  for (int i = 0; i < list.count; ++i) {
-    const Row& row = list.rows[i];
-    if (&row.info != plan.kernel) {
-      continue;
-    }
-    if (row.run == nullptr) {
-      return Status::error(StatusCode::unavailable, "%s: this build has no CUDA: %s", row.info.name,
-                           PANTILE_CUDA_REASON);
-    }
-    Status status = host::validate_tensors(plan.problem, tensors);
-    if (status.ok()) {
-      status = host::validate_workspace(plan.workspace, workspace);
-    }
-    if (!status.ok() || host::writes_nothing(plan.problem)) {
-      return status;
-    }
-    return row.run(plan, tensors, workspace, stream);
+  const Row* const row = row_of(list, plan.kernel);
+  if (row == nullptr) {
+    return Status::error(StatusCode::invalid_argument,
+                         "plan.kernel is not a row of the %s kernels; make the plan with plan_%s",
+                         pass_name(list.rows[0].info.pass), pass_name(list.rows[0].info.pass));
   }
-  return Status::error(StatusCode::invalid_argument,
-                       "plan.kernel is not a row of the %s kernels; make the plan with plan_%s",
-                       pass_name(list.rows[0].info.pass), pass_name(list.rows[0].info.pass));
+  if (row->run == nullptr) {
+    return Status::error(StatusCode::unavailable, "%s: this build has no CUDA: %s", row->info.name,
+                         PANTILE_CUDA_REASON);
+  }
+  Status status = host::validate_tensors(plan.problem, tensors);
+  if (status.ok()) {
+    status = host::validate_workspace(plan.workspace, workspace);
+  }
+  if (!status.ok() || host::writes_nothing(plan.problem)) {
+    return status;
+  }
+  return row->run(plan, tensors, workspace, stream);
 }
 
 template <class Row, class Problem>

@@ -5,6 +5,7 @@
 #include "core/scaling.h"
 #include "cpu/backend.h"
 #include "hopper/plan.h"
+#include "host/features.h"
 
 namespace pantile {
 
@@ -14,7 +15,7 @@ namespace kernels {
 #define PANTILE_TYPES_forward const ForwardPlan&, const ForwardTensors&
 #define PANTILE_TYPES_backward const BackwardPlan&, const BackwardTensors&
 #define PANTILE_TYPES_quantize const QuantizePlan&, const QuantizeTensors&
-#define PANTILE_KERNEL_ROW(name, backend, pass, dtype, head_dim, head_dim_v, mask) \
+#define PANTILE_KERNEL_ROW(name, backend, pass, dtype, head_dim, head_dim_v, mask, features) \
   Status name(PANTILE_TYPES_##pass, void* workspace, void* stream);
 #include "kernel_rows.inc"
 #undef PANTILE_KERNEL_ROW
@@ -27,9 +28,9 @@ namespace kernels {
 namespace host {
 namespace {
 
-#define PANTILE_ROW(name, backend, pass, dtype, head_dim, head_dim_v, mask)                  \
+#define PANTILE_ROW(name, backend, pass, dtype, head_dim, head_dim_v, mask, features)        \
   {{#name, Backend::backend, Pass::pass, DType::dtype, head_dim, head_dim_v, MaskKind::mask, \
-    PANTILE_HAS_CUDA != 0},                                                                  \
+    PANTILE_HAS_CUDA != 0, feature_sets::features},                                          \
    backend::accept_##pass,                                                                   \
    backend::configure_##pass,                                                                \
    PANTILE_ENTRY(name)},
@@ -38,7 +39,18 @@ namespace {
   PANTILE_PICK_##pass(name, backend, pass, __VA_ARGS__)
 
 constexpr KernelInfo cpu_info(const char* name, Backend backend, Pass pass, DType dtype) {
-  return {name, backend, pass, dtype, kMaxHeadDim, kMaxHeadDim, MaskKind::any, true};
+  const bool f32 = dtype == DType::f32;
+  return {name,
+          backend,
+          pass,
+          dtype,
+          kMaxHeadDim,
+          kMaxHeadDim,
+          MaskKind::any,
+          true,
+          pass == Pass::forward
+              ? (f32 ? feature_sets::forward_f32 : feature_sets::forward_16bit)
+              : (f32 ? feature_sets::backward_f32 : feature_sets::backward_16bit)};
 }
 
 constexpr ForwardRow cpu_forward(const char* name, DType dtype) {
@@ -52,7 +64,17 @@ constexpr ForwardRow reference_forward(const char* name, DType dtype) {
 }
 
 constexpr KernelInfo fp8_info(const char* name, Backend backend, Pass pass, DType dtype) {
-  return {name, backend, pass, dtype, core::kMaxFp8Dim, core::kMaxFp8Dim, MaskKind::any, true};
+  return {name,
+          backend,
+          pass,
+          dtype,
+          core::kMaxFp8Dim,
+          core::kMaxFp8Dim,
+          MaskKind::any,
+          true,
+          pass == Pass::forward  ? feature_sets::forward_fp8
+          : dtype == DType::e4m3 ? feature_sets::quantize_fp8
+                                 : feature_sets::quantize};
 }
 
 constexpr ForwardRow cpu_forward_fp8(const char* name, DType dtype) {

@@ -96,14 +96,4 @@ bool writes_nothing(const QuantizeProblem& problem) {
           key_shape(problem.forward, problem.forward.head_dim).empty());
 }
 
-MaskKind mask_kind(const ForwardProblem& problem) {
-  if (problem.window_left != kUnbounded) {
-    return MaskKind::window;
-  }
-  if (problem.window_right == kUnbounded) {
-    return MaskKind::full;
-  }
-  return problem.window_right == 0 ? MaskKind::causal : MaskKind::window;
-}
-
 }  // namespace pantile::host

@@ -45,7 +45,4 @@ bool writes_nothing(const QuantizeProblem& problem);
 // The problem's attention with what quantising does not read written one way.
 ForwardProblem operands_only(const QuantizeProblem& problem);
 
-// The mask of a canonical problem: full, causal or window.
-MaskKind mask_kind(const ForwardProblem& problem);
-
 }  // namespace pantile::host

@@ -2,6 +2,7 @@
 // so that plans and tests read the numbers the kernels are compiled with.
 #pragma once
 
+#include "build_options.h"
 #include "pantile/registry.h"
 
 namespace pantile::ampere {
@@ -65,7 +66,7 @@ struct SoftmaxKind {
   bool ordered = false;
 };
 
-// The kinds that are compiled, each a kernel of its own.
+// Each a kernel of its own.
 enum class ForwardSoftmax {
   vector,
   tensor,         // the row sum by the 16-bit operand, nothing else
@@ -97,13 +98,22 @@ constexpr SoftmaxKind softmax_kind(ForwardSoftmax softmax) {
 // resolves at 70,000 keys, and at 1,000,000 seven times as much as all of it.
 inline constexpr std::int64_t kLongRowKeys = 131072;
 
-// Which of them a row of cuda/kernels.def has.
+// Which kinds a row of cuda/kernels.def has.
 constexpr bool has_softmax(DType dtype, int head_dim, int head_dim_v, MaskKind mask,
                            ForwardSoftmax softmax) {
   const bool measured = dtype != DType::f32 && head_dim == head_dim_v &&
                         (head_dim == 64 || head_dim == 128) &&
                         (mask == MaskKind::full || mask == MaskKind::causal);
   return softmax == ForwardSoftmax::vector || measured;
+}
+
+// Kinds to compare with, which are compiled with PANTILE_EXPERIMENTS only.
+constexpr bool is_trial(ForwardSoftmax softmax) {
+  return softmax != ForwardSoftmax::vector && softmax != ForwardSoftmax::tensor;
+}
+
+constexpr bool softmax_is_built(ForwardSoftmax softmax) {
+  return kExperiments || !is_trial(softmax);
 }
 
 inline constexpr int kWorkBytes = 128;  // ForwardWork and BackwardWork (storage.cuh)

@@ -26,21 +26,26 @@ inline core::SequenceSide key_side(const ForwardProblem& p, const ForwardTensors
   return side;
 }
 
-// `name` is for the error. The kernel's own limit on shared memory is raised where needed.
-template <class Params>
-Status launch(const char* name, void (*kernel)(Params), int blocks, int threads, int shared_bytes,
-              cudaStream_t stream, const Params& params) {
-  if (shared_bytes > 48 * 1024) {
-    const Status status = cuda::check(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-        name);
-    if (!status.ok()) {
-      return status;
-    }
-  }
-  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads),
-           static_cast<std::size_t>(shared_bytes), stream>>>(params);
-  return cuda::check(cudaGetLastError(), name);
+// A launch on the plan's device, which is the current one.
+template <class Plan>
+cuda::Launch launch_of(const Plan& plan, int blocks, int threads, cudaStream_t stream) {
+  cuda::Launch how;
+  how.grid = dim3(static_cast<unsigned>(blocks));
+  how.block = dim3(static_cast<unsigned>(threads));
+  how.stream = stream;
+  how.early = false;
+  how.device = plan.device.device.index;
+  return how;
+}
+
+// The same for a kernel with `bytes` of dynamic shared memory; `prepared` belongs to the kernel.
+template <class Plan>
+cuda::Launch launch_of(const Plan& plan, int blocks, int threads, int bytes, cudaStream_t stream,
+                       cuda::PreparedDevices* prepared) {
+  cuda::Launch how = launch_of(plan, blocks, threads, stream);
+  how.shared_bytes = bytes;
+  how.prepared = prepared;
+  return how;
 }
 
 }  // namespace pantile::ampere

@@ -19,7 +19,7 @@
 #include "ampere/launch.cuh"
 #include "ampere/launch_backward_f32.cuh"
 #include "ampere/order.h"
-#include "common/backward_settle.cuh"
+#include "ampere/row_kernels.h"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "pantile/plan.h"
@@ -29,19 +29,6 @@
 namespace pantile::ampere {
 
 // Everything about one call that is not a template parameter.
-// For common::settle_units.
-template <int kTileQ>
-struct SettleParams {
-  common::RowPass pass;
-  int tile_k;
-  int* claimed;
-  float* row_terms;  // [heads_q][row tiles][kRowTerms][kTileQ]
-
-  PANTILE_DEVICE float& scale_of(std::int64_t index, int row) const {
-    return row_terms[(index * kRowTerms + 2) * kTileQ + row];
-  }
-};
-
 class BackwardCall {
  public:
   BackwardCall(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
@@ -67,20 +54,18 @@ class BackwardCall {
       status = bound_keys<kDType>();
     }
     if (status.ok() && has_rows) {
-      status = launch("ampere prepare_rows", prepare_rows<Config, kDType>, row_blocks, kRowThreads,
-                      0, stream_, prepare_params());
+      status = cuda::launch("ampere prepare_rows", launch_of(row_blocks, kRowThreads),
+                            prepare_rows<Config, kDType>, prepare_params());
     }
     if (status.ok() && has_keys) {
-      status = launch("ampere backward", backward_kernel<Config, kDType, kMask>, plan_.blocks,
-                      Config::kThreads, static_cast<int>(sizeof(BackwardStorage<Config>)), stream_,
-                      main_params(false));
+      status = run_main<Config, kDType, kMask>(false);
     }
     if (status.ok() && has_rows && has_keys && problem_.deterministic) {
       status = repeat_measured<Config, kDType, kMask>(row_blocks);
     }
     if (status.ok() && has_rows) {
-      status = launch("ampere finish_rows", finish_rows<Config, kDType>, row_blocks, kRowThreads, 0,
-                      stream_, finish_params());
+      status = cuda::launch("ampere finish_rows", launch_of(row_blocks, kRowThreads),
+                            finish_rows<Config, kDType>, finish_params());
     }
     return status;
   }
@@ -184,17 +169,21 @@ class BackwardCall {
   // and both kernels end at once.
   template <class Config, DType kDType, MaskKind kMask>
   Status repeat_measured(int row_blocks) const {
-    using Params = SettleParams<Config::kTileQ>;
     const int blocks = core::min_of(row_blocks, 2 * core::max_of(plan_.device.multiprocessors, 1));
-    const Params params{row_pass(), plan_.tile_k, nullptr, at<float>(offsets_.row_terms)};
-    const Status status =
-        launch("ampere settle_units", common::settle_units<Params, Config::kTileQ>, blocks,
-               common::kSettleThreads, 0, stream_, params);
-    return status.ok()
-               ? launch("ampere backward", backward_kernel<Config, kDType, kMask>, plan_.blocks,
-                        Config::kThreads, static_cast<int>(sizeof(BackwardStorage<Config>)),
-                        stream_, main_params(true))
-               : status;
+    const SettleParams<Config::kTileQ> params{row_pass(), plan_.tile_k, nullptr,
+                                              at<float>(offsets_.row_terms)};
+    const Status status = launch_settle_units(launch_of(blocks, common::kSettleThreads), params);
+    return status.ok() ? run_main<Config, kDType, kMask>(true) : status;
+  }
+
+  template <class Config, DType kDType, MaskKind kMask>
+  Status run_main(bool repeats) const {
+    static cuda::PreparedDevices prepared{0};
+    constexpr int kBytes = static_cast<int>(sizeof(BackwardStorage<Config>));
+    return cuda::launch(
+        "ampere backward",
+        ampere::launch_of(plan_, plan_.blocks, Config::kThreads, kBytes, stream_, &prepared),
+        backward_kernel<Config, kDType, kMask>, main_params(repeats));
   }
 
   template <DType kDType>
@@ -226,9 +215,12 @@ class BackwardCall {
     }
     const std::int64_t tiles =
         common::tile_numbers(forward_.packed_k, counted, forward_.batch, plan_.tile_k);
-    return launch("bound_keys", common::bound_keys<kDType>,
-                  static_cast<int>(tiles * forward_.heads_k), common::kBoundThreads, 0, stream_,
-                  params);
+    return launch_bound_keys<kDType>(
+        launch_of(static_cast<int>(tiles * forward_.heads_k), common::kBoundThreads), params);
+  }
+
+  cuda::Launch launch_of(int blocks, int threads) const {
+    return ampere::launch_of(plan_, blocks, threads, stream_);
   }
 
   const BackwardPlan& plan_;

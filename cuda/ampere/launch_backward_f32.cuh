@@ -70,9 +70,12 @@ class BackwardCallF32 {
     if (blocks == 0) {
       return Status();
     }
-    return launch("ampere backward f32", backward_kernel_f32<Config, kPrecision, kGradients>,
-                  blocks, Config::kThreads, static_cast<int>(sizeof(BackwardStorageF32<Config>)),
-                  stream_, params);
+    static cuda::PreparedDevices prepared{0};
+    return cuda::launch(
+        "ampere backward f32",
+        launch_of(plan_, blocks, Config::kThreads,
+                  static_cast<int>(sizeof(BackwardStorageF32<Config>)), stream_, &prepared),
+        backward_kernel_f32<Config, kPrecision, kGradients>, params);
   }
 
   std::int64_t term_rows() const {
@@ -94,9 +97,9 @@ class BackwardCallF32 {
     params.rows = term_rows();
     params.row_terms = row_terms_;
     const std::int64_t warps = params.rows * params.heads_q;
-    return launch("row_terms_f32", row_terms_f32<kHeadDim>,
-                  static_cast<int>(core::ceil_div<std::int64_t>(warps, kTermThreadsF32 / 32)),
-                  kTermThreadsF32, 0, stream_, params);
+    const auto blocks = static_cast<int>(core::ceil_div<std::int64_t>(warps, kTermThreadsF32 / 32));
+    return cuda::launch("row_terms_f32", launch_of(plan_, blocks, kTermThreadsF32, stream_),
+                        row_terms_f32<kHeadDim>, params);
   }
 
   BackwardParamsF32 main_params() const {

@@ -64,7 +64,7 @@ inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensor
 
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, ForwardTile kTile,
           ForwardSoftmax kSoftmax, bool kLongRows>
-Status launch_forward_tile(ForwardParams params, int blocks, cudaStream_t stream) {
+Status launch_forward_tile(ForwardParams params, const ForwardPlan& plan, cudaStream_t stream) {
   constexpr int kSharedBytes = forward_shared_bytes(kTile, kHeadDim, kHeadDimV);
   using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile, softmax_kind(kSoftmax), kLongRows>;
   static_assert(sizeof(ReferenceStorage<Config>) == kSharedBytes);
@@ -84,31 +84,35 @@ Status launch_forward_tile(ForwardParams params, int blocks, cudaStream_t stream
       return trial_forward_kernel<Config, kDType, kMask>;
     }
   }();
-  return launch("ampere forward", kernel, blocks, Config::kThreads, kSharedBytes, stream, params);
+  static cuda::PreparedDevices prepared{0};
+  return cuda::launch(
+      "ampere forward",
+      launch_of(plan, plan.blocks, Config::kThreads, kSharedBytes, stream, &prepared), kernel,
+      params);
 }
 
-// The kernel of one kind of softmax, if the row has it.
+// The kernel of one kind of softmax, if the row and this build have it.
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, ForwardSoftmax kSoftmax>
 Status launch_softmax(const ForwardParams& params, const ForwardPlan& plan, cudaStream_t stream) {
-  if constexpr (has_softmax(kDType, kHeadDim, kHeadDimV, kMask, kSoftmax)) {
+  if constexpr (has_softmax(kDType, kHeadDim, kHeadDimV, kMask, kSoftmax) &&
+                softmax_is_built(kSoftmax)) {
     const auto launch_for = [&](auto shared) {
       // A trial has two tiles at most: the one of 163 KB also runs, if not as well, with 99 KB.
-      constexpr bool kTrial =
-          kSoftmax != ForwardSoftmax::vector && kSoftmax != ForwardSoftmax::tensor;
-      constexpr SharedClass kShared = kTrial && decltype(shared)::value == SharedClass::small
-                                          ? SharedClass::medium
-                                          : decltype(shared)::value;
+      constexpr SharedClass kShared =
+          is_trial(kSoftmax) && decltype(shared)::value == SharedClass::small
+              ? SharedClass::medium
+              : decltype(shared)::value;
       constexpr ForwardTile kTile = forward_tile(kHeadDim, kHeadDimV, kMask, kShared);
       static_assert(forward_shared_bytes(kTile, kHeadDim, kHeadDimV) <=
                     shared_class_bytes(decltype(shared)::value));
       if constexpr (kSoftmax == ForwardSoftmax::vector) {
         if (plan.problem.seqlen_k > kLongRowKeys) {
           return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, kTile, kSoftmax, true>(
-              params, plan.blocks, stream);
+              params, plan, stream);
         }
       }
       return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, kTile, kSoftmax, false>(
-          params, plan.blocks, stream);
+          params, plan, stream);
     };
     switch (shared_class(plan.device.smem_optin_bytes)) {
       case SharedClass::small:
@@ -119,7 +123,7 @@ Status launch_softmax(const ForwardParams& params, const ForwardPlan& plan, cuda
         return launch_for(std::integral_constant<SharedClass, SharedClass::large>());
     }
   }
-  return Status::error(StatusCode::unsupported, "%s is not compiled with softmax kind %d",
+  return Status::error(StatusCode::unavailable, "%s is not built with softmax kind %d",
                        plan.kernel->name, static_cast<int>(kSoftmax));
 }
 

@@ -34,8 +34,11 @@ Status launch_forward_tile_f32(ForwardParams params, const ForwardPlan& plan,
   params.v_pass_bytes = params.v.seq * Config::VCopy::kPassRows * 2;
   params.k_tile_bytes = params.k.seq * kTile.tile_k * 2;
   params.v_tile_bytes = params.v.seq * kTile.tile_k * 2;
-  return launch("ampere forward f32", forward_kernel_f32<Config, kPrecision>, plan.blocks,
-                Config::kThreads, kSharedBytes, stream, params);
+  static cuda::PreparedDevices prepared{0};
+  return cuda::launch(
+      "ampere forward f32",
+      launch_of(plan, plan.blocks, Config::kThreads, kSharedBytes, stream, &prepared),
+      forward_kernel_f32<Config, kPrecision>, params);
 }
 
 // `params` are those of a 16-bit forward.

@@ -18,14 +18,6 @@ constexpr std::int64_t running_heads_bytes(const DeviceProps& device) {
   return device.l2_bytes / 2;
 }
 
-// The mask of a canonical problem.
-constexpr MaskKind mask_kind(const ForwardProblem& p) {
-  return p.window_left >= 0    ? MaskKind::window
-         : p.window_right < 0  ? MaskKind::full
-         : p.window_right == 0 ? MaskKind::causal
-                               : MaskKind::window;
-}
-
 // Tiles of `tile_q` rows of all heads and sequences, for the longest sequence if they differ.
 constexpr core::TileOrder forward_order(const ForwardProblem& p, const DeviceProps& device,
                                         int tile_q) {

@@ -86,12 +86,15 @@ Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
                        const DeviceProps& device) {
   Status status = device_rule(device);
   if (status.ok()) {
-    status = row_rule(row, problem.forward);
+    status = dim_rule(row, problem.forward);
   }
   if (status.ok()) {
     status = layout_rules(problem);
   }
-  return status.ok() ? count_rule(row, problem, device) : status;
+  if (status.ok()) {
+    status = count_rule(row, problem, device);
+  }
+  return status.ok() ? build_rule(row, device) : status;
 }
 
 void configure_backward(BackwardPlan* plan) {

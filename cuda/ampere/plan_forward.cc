@@ -75,13 +75,24 @@ Status softmax_rule(const KernelInfo& row, const ForwardProblem& p) {
   return Status();
 }
 
+Status trial_rule(const KernelInfo& row, const ForwardProblem& p) {
+  const SoftmaxOptions softmax = complete_softmax(row, p);
+  if (!softmax_is_built(forward_softmax(softmax))) {
+    return Status::error(StatusCode::unsupported,
+                         "kernel not built for tensor_share = %g with softmax_mode = %s; configure "
+                         "with PANTILE_EXPERIMENTS=ON",
+                         softmax.tensor_quarters / 4.0, softmax_mode_name(softmax.mode));
+  }
+  return Status();
+}
+
 }  // namespace
 
 Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
                       const DeviceProps& device) {
   Status status = device_rule(device);
   if (status.ok()) {
-    status = row_rule(row, problem);
+    status = dim_rule(row, problem);
   }
   if (status.ok()) {
     status = layout_rules(problem);
@@ -89,7 +100,13 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
   if (status.ok()) {
     status = softmax_rule(row, problem);
   }
-  return status.ok() ? count_rule(row, problem, device) : status;
+  if (status.ok()) {
+    status = count_rule(row, problem, device);
+  }
+  if (status.ok()) {
+    status = trial_rule(row, problem);
+  }
+  return status.ok() ? build_rule(row, device) : status;
 }
 
 void configure_forward(ForwardPlan* plan) {

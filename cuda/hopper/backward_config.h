@@ -9,13 +9,14 @@
 // tried.
 #pragma once
 
+#include "hopper/limits.h"
 #include "pantile/dtype.h"
 
 namespace pantile::hopper {
 
-inline constexpr int kSmemPerBlock = 232448;  // bytes a block may ask for on sm_90
-inline constexpr int kWarpgroup = 128;        // threads
-inline constexpr int kPanel = 64;             // columns of a 128-byte swizzled panel, 16-bit types
+inline constexpr int kSmemPerBlock = kSharedMemoryBytes;
+inline constexpr int kWarpgroup = kWarpgroupThreads;
+inline constexpr int kPanel = 64;  // columns of a 128-byte swizzled panel, 16-bit types
 
 // dQ is summed over tiles of keys that run in any order: in fp32, or, so that the order does not
 // show in the result, as integers with one power-of-two scale a row.
@@ -32,15 +33,23 @@ constexpr int panels(int columns) {
   return (columns + kPanel - 1) / kPanel;
 }
 
+// Rows and keys of a tile. At head dim 64 a step of 128 rows halves the shared-memory reads a
+// product; above, two accumulators of 64 x 128 beside dK and dV would not fit.
+constexpr int backward_tile_q(int head_dim) {
+  return head_dim == 64 ? 128 : 64;
+}
+
+constexpr int backward_tile_k(int head_dim) {
+  return head_dim <= 128 ? 128 : 64;
+}
+
 template <DType kDTypeOf, int kHeadDimOf, int kHeadDimVOf>
 struct PairedConfig {
   static constexpr DType kDType = kDTypeOf;
   static constexpr int kHeadDim = kHeadDimOf;    // of Q, K
   static constexpr int kHeadDimV = kHeadDimVOf;  // of V, dO
-  // At head dim 64 a step of 128 rows halves the shared-memory reads a product; above, two
-  // accumulators of 64 x 128 beside dK and dV would not fit.
-  static constexpr int kTileQ = kHeadDim == 64 ? 128 : 64;
-  static constexpr int kTileK = 128;
+  static constexpr int kTileQ = backward_tile_q(kHeadDim);
+  static constexpr int kTileK = backward_tile_k(kHeadDim);
   static constexpr int kConsumers = 2;  // warpgroups
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kQueryStages = 3;  // a step early for S, a step late for dK
@@ -62,8 +71,8 @@ struct PipelineConfig {
   static constexpr DType kDType = kDTypeOf;
   static constexpr int kHeadDim = kHeadDimOf;
   static constexpr int kHeadDimV = kHeadDimVOf;
-  static constexpr int kTileQ = 64;
-  static constexpr int kTileK = 64;
+  static constexpr int kTileQ = backward_tile_q(kHeadDim);
+  static constexpr int kTileK = backward_tile_k(kHeadDim);
   static constexpr int kThreads = 4 * kWarpgroup;
   // Head dim 192 leaves shared memory for a third stage of Q and dO or for dQ. Additions of fp32
   // are as fast from registers; pairs of integers are slower than integers from shared memory.
@@ -85,7 +94,8 @@ struct PipelineConfig {
                 registers_to_share(4));
 };
 
-template <DType kDType, int kHeadDim, int kHeadDimV, SumKind kSum, bool kPaired = kHeadDim <= 128>
+template <DType kDType, int kHeadDim, int kHeadDimV, SumKind kSum,
+          bool kPaired = backward_tile_k(kHeadDim) == 128>
 struct BackwardConfigOf {
   using Type = PairedConfig<kDType, kHeadDim, kHeadDimV>;
 };
@@ -97,14 +107,5 @@ struct BackwardConfigOf<kDType, kHeadDim, kHeadDimV, kSum, false> {
 
 template <DType kDType, int kHeadDim, int kHeadDimV, SumKind kSum>
 using BackwardConfig = typename BackwardConfigOf<kDType, kHeadDim, kHeadDimV, kSum>::Type;
-
-// The same tile sizes for host code that knows the head dim only at run time.
-constexpr int backward_tile_q(int head_dim) {
-  return head_dim == 64 ? 128 : 64;
-}
-
-constexpr int backward_tile_k(int head_dim) {
-  return head_dim <= 128 ? 128 : 64;
-}
 
 }  // namespace pantile::hopper

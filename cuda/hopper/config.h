@@ -5,15 +5,14 @@
 #include <cstdint>
 
 #include "core/integer.h"
+#include "hopper/limits.h"
 #include "pantile/registry.h"
 #include "tile/panel.h"
 
 namespace pantile::hopper {
 
-inline constexpr int kSharedMemoryBytes = 232448;  // that one block may have (227 KiB)
 inline constexpr int kRegistersPerThreadAtEntry[] = {0, 0, 168, 128};  // by math warpgroups
-inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kRowsPerWarpgroup = 64;  // the M of wgmma
+inline constexpr int kRowsPerWarpgroup = 64;                           // the M of wgmma
 
 struct ForwardConfig {
   int head_dim;         // of Q and K; smaller ones are padded with zeros by TMA

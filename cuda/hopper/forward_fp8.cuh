@@ -53,9 +53,7 @@ PANTILE_DEVICE void write_ones(Fp8Storage<kConfig>& s) {
 }
 
 template <class Variant>
-__global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
-    forward_fp8_kernel(const __grid_constant__ Fp8Maps maps,
-                       const __grid_constant__ Fp8Params params) {
+PANTILE_DEVICE void run_fp8_block(const Fp8Maps& maps, const Fp8Params& params) {
   constexpr Fp8Config kConfig = Variant::kConfig;
   static_assert(sizeof(Fp8Storage<kConfig>) <= kConfig.shared_bytes());
   extern __shared__ unsigned char shared[];
@@ -82,6 +80,21 @@ __global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
     prim::grow_registers<kConfig.math_registers()>();
     Fp8MathWarpgroup<Variant>(storage, maps, params, warp / 4 - 1, warp % 4).run();
   }
+}
+
+template <class Variant>
+__global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
+    forward_fp8_kernel(const __grid_constant__ Fp8Maps maps,
+                       const __grid_constant__ Fp8Params params) {
+  run_fp8_block<Variant>(maps, params);
+}
+
+// The same under the name of kernels that are built with PANTILE_EXPERIMENTS only.
+template <class Variant>
+__global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
+    trial_forward_fp8_kernel(const __grid_constant__ Fp8Maps maps,
+                             const __grid_constant__ Fp8Params params) {
+  run_fp8_block<Variant>(maps, params);
 }
 
 }  // namespace pantile::hopper

@@ -9,13 +9,6 @@
 
 namespace pantile::hopper {
 
-inline MaskKind mask_kind(const ForwardProblem& p) {
-  if (p.window_left < 0 && p.window_right < 0) {
-    return MaskKind::full;
-  }
-  return p.window_left < 0 && p.window_right == 0 ? MaskKind::causal : MaskKind::window;
-}
-
 // Do tiles differ in length? Then blocks claim them one by one from a counter, longest first;
 // otherwise each block takes every blocks-th tile.
 inline bool claims_dynamically(const ForwardProblem& p, MaskKind mask) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "build_options.h"
 #include "core/integer.h"
 #include "hopper/config.h"
 #include "pantile/problem.h"
@@ -84,6 +85,15 @@ constexpr Fp8Config fp8_config(int head_dim) {
 // Of eight groups of P, those that take their e4m3 codes straight from the logarithm.
 constexpr unsigned fp8_code_groups(Fp8Exp exp) {
   return exp == Fp8Exp::code ? 0xffu : exp == Fp8Exp::mixed ? 0x66u : 0u;
+}
+
+// Neither the fastest nor the most accurate: to compare with, compiled with PANTILE_EXPERIMENTS.
+constexpr bool is_trial(Fp8Exp exp) {
+  return exp == Fp8Exp::mixed;
+}
+
+constexpr bool fp8_exp_is_built(Fp8Exp exp) {
+  return kExperiments || !is_trial(exp);
 }
 
 // A kernel's parameters as a type (nvcc 13.0 cannot launch a __global__ template that has a struct

@@ -13,31 +13,17 @@
 
 #include <cstdint>
 
-#include "common/backward_finish.cuh"
-#include "common/backward_prepare.cuh"
-#include "common/backward_settle.cuh"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "hopper/backward_paired.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_workspace.h"
+#include "hopper/row_kernels.h"
 #include "hopper/sequence_map.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
 
 namespace pantile::hopper {
-
-// For common::settle_units.
-template <int kTileQ>
-struct SettleParams {
-  common::RowPass pass;
-  int tile_k;
-  int* claimed;
-
-  PANTILE_DEVICE float& scale_of(std::int64_t index, int row) const {
-    return *reinterpret_cast<float*>(&pass.lse_terms[index * kTileQ + row].z);
-  }
-};
 
 // Everything about one call that is not a template parameter.
 class BackwardCall {
@@ -50,6 +36,7 @@ class BackwardCall {
         offsets_(backward_workspace(plan.problem, plan.kernel->head_dim)),
         workspace_(static_cast<std::uint8_t*>(workspace)),
         stream_(stream),
+        device_(plan.device.device.index),
         queries_(side(forward_.seqlen_q, tensors.forward.cu_seqlens_q, tensors.forward.seqused_q)),
         keys_(side(forward_.seqlen_k, tensors.forward.cu_seqlens_k, tensors.forward.seqused_k)),
         row_tiles_(numbers(counted_rows(forward_), plan.tile_q, queries_.cu_seqlens)),
@@ -163,15 +150,15 @@ class BackwardCall {
                                                 offsets_.zeroed_end - offsets_.measured, stream_),
                                 "cudaMemsetAsync");
     if (status.ok()) {
-      common::bound_keys<Config::kDType><<<key_work_, common::kBoundThreads, 0, stream_>>>(params);
-      status = cuda::check(cudaGetLastError(), "bound_keys");
+      cuda::Launch how = launch_of(key_work_, common::kBoundThreads);
+      how.early = false;
+      status = launch_bound_keys<Config::kDType>(how, params);
     }
     return status;
   }
 
   template <class Config, SumKind kSum>
   Status prepare() const {
-    constexpr int kRowThreads = Config::kHeadDimV <= 64 ? 8 : Config::kHeadDimV <= 128 ? 16 : 32;
     common::PrepareParams params;
     params.pass = row_pass(kSum);
     params.o = tensors_.forward.o;
@@ -186,19 +173,17 @@ class BackwardCall {
     params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
     params.lse_head_stride = lse_head_stride();
     params.lse_batch_stride = lse_batch_stride();
-    constexpr auto kKernel =
-        common::prepare_rows<Config::kDType, Config::kTileQ, kRowThreads, kSum == SumKind::integer>;
     params.keys.k = tensors_.forward.k;
     params.keys.k_layout = forward_.k;
     params.keys.head_dim = static_cast<int>(forward_.head_dim);
     params.key_mean_blocks =
         params.pass.key_means != nullptr ? static_cast<int>(forward_.batch * forward_.heads_k) : 0;
-    const int blocks = core::max_of(row_blocks(), 1) + params.key_mean_blocks;
-    if (kSum == SumKind::integer && key_work_ > 0) {  // beside the last blocks of bound_keys
-      return launch_early("prepare_rows", kKernel, blocks, common::kPrepareThreads, 0, params);
-    }
-    kKernel<<<blocks, common::kPrepareThreads, 0, stream_>>>(params);
-    return cuda::check(cudaGetLastError(), "prepare_rows");
+    constexpr bool kInteger = kSum == SumKind::integer;
+    cuda::Launch how =
+        launch_of(core::max_of(row_blocks(), 1) + params.key_mean_blocks, common::kPrepareThreads);
+    how.early = kInteger && key_work_ > 0;  // beside the last blocks of bound_keys
+    return launch_prepare_rows<Config::kDType, Config::kTileQ, threads_per_row(Config::kHeadDimV),
+                               kInteger>(how, params);
   }
 
   template <class Config>
@@ -248,14 +233,12 @@ class BackwardCall {
 
   template <class Config>
   Status settle() const {
-    using Params = SettleParams<Config::kTileQ>;
-    Params params;
+    SettleParams<Config::kTileQ> params;
     params.pass = row_pass(SumKind::integer);
     params.tile_k = Config::kTileK;
     params.claimed = at<int>(offsets_.claimed);
-    return launch_early("settle_units", common::settle_units<Params, Config::kTileQ>,
-                        core::min_of(row_blocks(), 2 * multiprocessors_), common::kSettleThreads, 0,
-                        params);
+    const int blocks = core::min_of(row_blocks(), 2 * multiprocessors_);
+    return launch_settle_units(launch_of(blocks, common::kSettleThreads), params);
   }
 
   template <MaskKind kMask>
@@ -307,25 +290,18 @@ class BackwardCall {
       return status;
     }
     const BackwardParams params = main_params<kMask>(kSum, repeats);
+    static cuda::PreparedDevices prepared{0};
+    cuda::Launch how = launch_of(main_blocks_, Config::kThreads);
+    how.prepared = &prepared;
+    how.device = device_;
+    constexpr const char* kName = "the main backward kernel";
     if constexpr (Config::kTileK == 128) {
-      return launch(backward_paired<Config, kMask, kSum>, kStorageBytes<PairedStorage<Config>>,
-                    Config::kThreads, maps, params);
+      how.shared_bytes = kStorageBytes<PairedStorage<Config>>;
+      return cuda::launch(kName, how, backward_paired<Config, kMask, kSum>, maps, params);
     } else {
-      return launch(backward_pipeline<Config, kMask, kSum>, kStorageBytes<PipelineStorage<Config>>,
-                    Config::kThreads, maps, params);
+      how.shared_bytes = kStorageBytes<PipelineStorage<Config>>;
+      return cuda::launch(kName, how, backward_pipeline<Config, kMask, kSum>, maps, params);
     }
-  }
-
-  Status launch(void (*kernel)(BackwardMaps, BackwardParams), int shared_bytes, int threads,
-                const BackwardMaps& maps, const BackwardParams& params) const {
-    const Status status = cuda::check(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-        "cudaFuncSetAttribute");
-    if (!status.ok()) {
-      return status;
-    }
-    return launch_early("the main backward kernel", kernel, main_blocks_, threads, shared_bytes,
-                        maps, params);
   }
 
   template <class Config, SumKind kSum>
@@ -346,16 +322,12 @@ class BackwardCall {
     params.lse_head_stride = lse_head_stride();
     params.lse_batch_stride = lse_batch_stride();
     const int fragments = dq_tile_floats_ / common::kFragmentFloats;
-    return launch_early("finish_rows", common::finish_rows<Config::kDType, kFormat>,
-                        row_blocks() * fragments, common::kFinishThreads, 0, params);
+    return launch_finish_rows<Config::kDType, kFormat>(
+        launch_of(row_blocks() * fragments, common::kFinishThreads), params);
   }
 
-  template <class... Params>
-  Status launch_early(const char* name, void (*kernel)(Params...), int blocks, int threads,
-                      int shared_bytes, const Params&... params) const {
-    const cuda::Launch how{dim3(static_cast<unsigned>(blocks)),
-                           dim3(static_cast<unsigned>(threads)), shared_bytes, stream_};
-    return cuda::launch(name, how, kernel, params...);
+  cuda::Launch launch_of(int blocks, int threads) const {
+    return {dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), 0, stream_};
   }
 
   const BackwardProblem& problem_;
@@ -364,6 +336,7 @@ class BackwardCall {
   const BackwardWorkspace offsets_;
   std::uint8_t* const workspace_;
   const cudaStream_t stream_;
+  const int device_;
   const core::SequenceSide queries_, keys_;
   const common::TileNumbers row_tiles_, key_tiles_;
   const int multiprocessors_;
@@ -379,9 +352,6 @@ Status launch_backward(const BackwardPlan& plan, const BackwardTensors& tensors,
                        void* stream) {
   using Floating = BackwardConfig<kDType, kHeadDim, kHeadDimV, SumKind::floating>;
   using Integer = BackwardConfig<kDType, kHeadDim, kHeadDimV, SumKind::integer>;
-  static_assert(Floating::kTileQ == backward_tile_q(kHeadDim));
-  static_assert(Floating::kTileK == backward_tile_k(kHeadDim));
-  static_assert(Integer::kTileQ == Floating::kTileQ && Integer::kTileK == Floating::kTileK);
   const cuda::DeviceGuard device(plan.device.device.index);
   if (!device.status().ok()) {
     return device.status();

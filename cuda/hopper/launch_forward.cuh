@@ -2,7 +2,6 @@
 // kernel. Allocates nothing and waits for nothing; may be captured into a CUDA graph.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 
 #include "attn/softmax.cuh"
@@ -105,20 +104,17 @@ Status launch_forward_variant(const ForwardPlan& plan, const ForwardTensors& ten
   if (!guard.status().ok()) {
     return guard.status();
   }
-  static std::atomic<std::uint64_t> prepared{0};
-  Status status = cuda::allow_shared_memory(reinterpret_cast<const void*>(kernel),
-                                            kConfig.shared_bytes(), device, prepared);
-  if (!status.ok()) {
-    return status;
-  }
   ForwardMaps maps;
-  status = forward_maps(kConfig, plan.problem, tensors, &maps);
+  const Status status = forward_maps(kConfig, plan.problem, tensors, &maps);
   if (!status.ok()) {
     return status;
   }
   const ForwardParams params = forward_params(kConfig, plan, tensors, workspace);
-  const cuda::Launch how{dim3(static_cast<unsigned>(plan.blocks)), dim3(kConfig.threads()),
-                         kConfig.shared_bytes(), stream};
+  static cuda::PreparedDevices prepared{0};
+  cuda::Launch how{dim3(static_cast<unsigned>(plan.blocks)), dim3(kConfig.threads()),
+                   kConfig.shared_bytes(), stream};
+  how.prepared = &prepared;
+  how.device = device;
   return cuda::launch("launching the Hopper forward", how, kernel, maps, params);
 }
 

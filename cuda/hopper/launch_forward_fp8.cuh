@@ -91,25 +91,28 @@ template <class Variant>
 Status launch_fp8_variant(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
                           cudaStream_t stream) {
   constexpr Fp8Config kConfig = Variant::kConfig;
-  const auto kernel = forward_fp8_kernel<Variant>;
+  const auto kernel = [] {
+    if constexpr (is_trial(Variant::kExp)) {
+      return trial_forward_fp8_kernel<Variant>;
+    } else {
+      return forward_fp8_kernel<Variant>;
+    }
+  }();
   const int device = plan.device.device.index;
   const cuda::DeviceGuard guard(device);
   if (!guard.status().ok()) {
     return guard.status();
   }
-  static std::atomic<std::uint64_t> prepared{0};
-  Status status = cuda::allow_shared_memory(reinterpret_cast<const void*>(kernel),
-                                            kConfig.shared_bytes(), device, prepared);
-  if (!status.ok()) {
-    return status;
-  }
   Fp8Maps maps;
-  status = fp8_maps(kConfig, plan.problem, tensors, &maps);
+  const Status status = fp8_maps(kConfig, plan.problem, tensors, &maps);
   if (!status.ok()) {
     return status;
   }
-  const cuda::Launch how{dim3(static_cast<unsigned>(plan.blocks)), dim3(kConfig.threads()),
-                         kConfig.shared_bytes(), stream};
+  static cuda::PreparedDevices prepared{0};
+  cuda::Launch how{dim3(static_cast<unsigned>(plan.blocks)), dim3(kConfig.threads()),
+                   kConfig.shared_bytes(), stream};
+  how.prepared = &prepared;
+  how.device = device;
   return cuda::launch("launching the Hopper FP8 forward", how, kernel, maps,
                       fp8_params(kConfig, plan, tensors, workspace));
 }
@@ -124,8 +127,12 @@ Status launch_forward_fp8(const ForwardPlan& plan, const ForwardTensors& tensors
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   switch (plan.problem.fp8.exp) {
     case Fp8Exp::mixed:
-      return launch_fp8_variant<Fp8Variant<kHeadDim, kMask, Fp8Exp::mixed>>(plan, tensors,
-                                                                            workspace, cuda_stream);
+      if constexpr (fp8_exp_is_built(Fp8Exp::mixed)) {
+        return launch_fp8_variant<Fp8Variant<kHeadDim, kMask, Fp8Exp::mixed>>(
+            plan, tensors, workspace, cuda_stream);
+      }
+      return Status::error(StatusCode::unavailable, "%s is not built with fp8_exp = mixed",
+                           plan.kernel->name);
     case Fp8Exp::exp2:
       return launch_fp8_variant<Fp8Variant<kHeadDim, kMask, Fp8Exp::exp2>>(plan, tensors, workspace,
                                                                            cuda_stream);

@@ -3,40 +3,13 @@
 #include <cmath>
 
 #include "hopper/backward_workspace.h"
+#include "hopper/device_rule.h"
 #include "hopper/plan.h"
 
 namespace pantile::hopper {
 namespace {
 
 constexpr StatusCode kUnsupported = StatusCode::unsupported;
-
-Status device_rule(const DeviceProps& device) {
-  if (device.device.type != DeviceType::cuda || device.compute_major != 9) {
-    return Status::error(kUnsupported, "needs a GPU of compute capability 9.x");
-  }
-  return Status();
-}
-
-Status row_rule(const KernelInfo& row, const ForwardProblem& problem) {
-  if (problem.dtype != row.dtype) {
-    return Status::error(kUnsupported, "dtype is %s; this kernel is for %s",
-                         dtype_name(problem.dtype), dtype_name(row.dtype));
-  }
-  if (problem.head_dim > row.head_dim || problem.head_dim_v > row.head_dim_v) {
-    return Status::error(kUnsupported,
-                         "head_dim is %" PRId64 " and head_dim_v %" PRId64
-                         "; this kernel takes up to %d and %d",
-                         problem.head_dim, problem.head_dim_v, row.head_dim, row.head_dim_v);
-  }
-  const bool full = problem.window_left < 0 && problem.window_right < 0;
-  const bool causal = problem.window_left < 0 && problem.window_right == 0;
-  if ((row.mask == MaskKind::full && !full) || (row.mask == MaskKind::causal && !causal)) {
-    return Status::error(kUnsupported,
-                         "the window is (%" PRId64 ", %" PRId64 "); this kernel is for %s masks",
-                         problem.window_left, problem.window_right, mask_kind_name(row.mask));
-  }
-  return Status();
-}
 
 Status shape_rule(const ForwardProblem& problem) {
   const std::int64_t dims[] = {problem.head_dim, problem.head_dim_v};
@@ -147,9 +120,6 @@ Status layout_rules(const BackwardProblem& problem) {
 Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
                        const DeviceProps& device) {
   Status status = device_rule(device);
-  if (status.ok()) {
-    status = row_rule(row, problem.forward);
-  }
   if (status.ok()) {
     status = shape_rule(problem.forward);
   }

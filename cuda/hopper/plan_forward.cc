@@ -4,6 +4,7 @@
 
 #include "core/tile_order.h"
 #include "hopper/config.h"
+#include "hopper/device_rule.h"
 #include "hopper/forward_order.h"
 #include "hopper/plan.h"
 #include "hopper/tensor_rules.h"
@@ -13,31 +14,7 @@ namespace {
 
 constexpr StatusCode kUnsupported = StatusCode::unsupported;
 
-Status device_rule(const DeviceProps& device) {
-  if (device.device.type != DeviceType::cuda) {
-    return Status::error(kUnsupported, "needs a CUDA device");
-  }
-  if (device.compute_major != 9 || device.compute_minor != 0) {
-    return Status::error(kUnsupported, "needs compute capability 9.0, device %d has %d.%d",
-                         device.device.index, device.compute_major, device.compute_minor);
-  }
-  if (device.smem_optin_bytes < kSharedMemoryBytes) {
-    return Status::error(kUnsupported, "needs %d bytes of shared memory a block, device %d has %d",
-                         kSharedMemoryBytes, device.device.index, device.smem_optin_bytes);
-  }
-  return Status();
-}
-
-Status shape_rule(const KernelInfo& row, const ForwardProblem& p) {
-  if (p.dtype != row.dtype) {
-    return Status::error(kUnsupported, "serves %s, dtype is %s", dtype_name(row.dtype),
-                         dtype_name(p.dtype));
-  }
-  if (p.head_dim > row.head_dim || p.head_dim_v > row.head_dim_v) {
-    return Status::error(kUnsupported,
-                         "serves head dims up to %d and %d, they are %" PRId64 " and %" PRId64,
-                         row.head_dim, row.head_dim_v, p.head_dim, p.head_dim_v);
-  }
+Status shape_rule(const ForwardProblem& p) {
   if (p.head_dim % tile::kChunkColumns != 0 || p.head_dim_v % tile::kChunkColumns != 0) {
     return Status::error(
         kUnsupported, "needs head dims that are multiples of %d, they are %" PRId64 " and %" PRId64,
@@ -45,14 +22,6 @@ Status shape_rule(const KernelInfo& row, const ForwardProblem& p) {
   }
   if (!(p.scale > 0.0f)) {
     return Status::error(kUnsupported, "needs scale > 0, it is %g", static_cast<double>(p.scale));
-  }
-  if (mask_kind(p) != row.mask) {
-    return Status::error(kUnsupported,
-                         "serves %s masks, window_left is %" PRId64 " and window_right %" PRId64,
-                         row.mask == MaskKind::full     ? "full"
-                         : row.mask == MaskKind::causal ? "causal"
-                                                        : "window",
-                         p.window_left, p.window_right);
   }
   return Status();
 }
@@ -90,7 +59,7 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
   }
   Status status = device_rule(device);
   if (status.ok()) {
-    status = shape_rule(row, problem);
+    status = shape_rule(problem);
   }
   if (status.ok()) {
     status = tensor_rules(problem);

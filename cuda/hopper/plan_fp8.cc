@@ -5,6 +5,7 @@
 
 #include "core/blocked.h"
 #include "core/scaling.h"
+#include "hopper/device_rule.h"
 #include "hopper/forward_order.h"
 #include "hopper/fp8_config.h"
 #include "hopper/plan.h"
@@ -17,28 +18,16 @@ namespace {
 constexpr StatusCode kUnsupported = StatusCode::unsupported;
 constexpr std::int64_t kMostRows = (std::int64_t{1} << 31) - (std::int64_t{1} << 20);
 
-Status device_rule(const DeviceProps& device) {
-  if (device.device.type != DeviceType::cuda) {
-    return Status::error(kUnsupported, "needs a CUDA device");
-  }
-  if (device.compute_major != 9 || device.compute_minor != 0) {
-    return Status::error(kUnsupported, "needs compute capability 9.0, device %d has %d.%d",
-                         device.device.index, device.compute_major, device.compute_minor);
-  }
-  return Status();
-}
-
 // What both kernels ask of the shape.
-Status shape_rule(const KernelInfo& row, const ForwardProblem& p) {
+Status shape_rule(const ForwardProblem& p) {
   if (p.head_dim != p.head_dim_v) {
     return Status::error(kUnsupported,
                          "needs equal head dims of K and V, they are %" PRId64 " and %" PRId64,
                          p.head_dim, p.head_dim_v);
   }
-  if (p.head_dim > row.head_dim || p.head_dim % tile::kChunkColumns != 0) {
-    return Status::error(kUnsupported,
-                         "serves head dims up to %d that are multiples of %d, it is %" PRId64,
-                         row.head_dim, tile::kChunkColumns, p.head_dim);
+  if (p.head_dim % tile::kChunkColumns != 0) {
+    return Status::error(kUnsupported, "needs head dims that are multiples of %d, it is %" PRId64,
+                         tile::kChunkColumns, p.head_dim);
   }
   if (p.fp8.block_k != Fp8Config::kTileK) {
     return Status::error(kUnsupported, "needs fp8.block_k %d, it is %d", Fp8Config::kTileK,
@@ -53,33 +42,12 @@ Status shape_rule(const KernelInfo& row, const ForwardProblem& p) {
   return Status();
 }
 
-Status mask_rule(const KernelInfo& row, const ForwardProblem& p) {
-  if (mask_kind(p) != row.mask) {
-    return Status::error(kUnsupported,
-                         "serves %s masks, window_left is %" PRId64 " and window_right %" PRId64,
-                         mask_kind_name(row.mask), p.window_left, p.window_right);
-  }
-  return Status();
-}
-
 }  // namespace
 
-Status accept_forward_fp8(const KernelInfo& row, const ForwardProblem& p,
-                          const DeviceProps& device) {
-  if (p.dtype != DType::e4m3) {
-    return Status::error(kUnsupported, "serves e4m3, dtype is %s", dtype_name(p.dtype));
-  }
+Status accept_forward_fp8(const KernelInfo&, const ForwardProblem& p, const DeviceProps& device) {
   Status status = device_rule(device);
-  if (status.ok() && device.smem_optin_bytes < kSharedMemoryBytes) {
-    status =
-        Status::error(kUnsupported, "needs %d bytes of shared memory a block, device %d has %d",
-                      kSharedMemoryBytes, device.device.index, device.smem_optin_bytes);
-  }
   if (status.ok()) {
-    status = shape_rule(row, p);
-  }
-  if (status.ok()) {
-    status = mask_rule(row, p);
+    status = shape_rule(p);
   }
   if (status.ok()) {
     status = tensor_rule("o", p.o, p.fp8.output, p.packed_q ? 1 : p.batch,
@@ -88,6 +56,12 @@ Status accept_forward_fp8(const KernelInfo& row, const ForwardProblem& p,
   if (status.ok() && !forward_tiles_fit(p, kRowsPerWarpgroup)) {
     status = Status::error(kUnsupported,
                            "has 32-bit tile numbers, and batch * heads_q * seqlen_q is too large");
+  }
+  if (status.ok() && !fp8_exp_is_built(p.fp8.exp)) {
+    status = Status::error(kUnsupported,
+                           "kernel not built for fp8_exp = %s; configure with "
+                           "PANTILE_EXPERIMENTS=ON",
+                           fp8_exp_name(p.fp8.exp));
   }
   return status;
 }
@@ -103,16 +77,12 @@ void configure_forward_fp8(ForwardPlan* plan) {
   plan->workspace = Workspace{kCounters, kCounters};
 }
 
-Status accept_quantize(const KernelInfo& row, const QuantizeProblem& problem,
+Status accept_quantize(const KernelInfo&, const QuantizeProblem& problem,
                        const DeviceProps& device) {
   const ForwardProblem& p = problem.forward;
-  if (problem.dtype != row.dtype) {
-    return Status::error(kUnsupported, "serves %s, dtype is %s", dtype_name(row.dtype),
-                         dtype_name(problem.dtype));
-  }
   Status status = device_rule(device);
   if (status.ok()) {
-    status = shape_rule(row, p);
+    status = shape_rule(p);
   }
   const struct {
     const char* name;

@@ -77,19 +77,13 @@ PANTILE_DEVICE void tma_store(const CUtensorMap* map, const void* from, const Ti
       : "memory");
 }
 
-// `bytes` is a multiple of 16, both addresses are 16-byte aligned. So for the next three.
+// `bytes` is a multiple of 16, both addresses are 16-byte aligned. So for the next two.
 PANTILE_DEVICE void bulk_load(void* to, const void* from, int bytes, Mbarrier& full) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
       "l"(from), "r"(bytes), "r"(shared_address(&full))
       : "memory");
-}
-
-PANTILE_DEVICE void bulk_store(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-               "r"(shared_address(from)), "r"(bytes)
-               : "memory");
 }
 
 PANTILE_DEVICE void bulk_add_f32(float* to, const void* from, int bytes) {

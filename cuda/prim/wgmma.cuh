@@ -256,11 +256,4 @@ PANTILE_DEVICE void wgmma_rs(float (&d)[kCount], const std::uint32_t (&a)[4], st
                                                                                         accumulate);
 }
 
-template <DType kDType, Major kMajorB, int kCount>
-PANTILE_DEVICE void wgmma_rs_write(float (&d)[kCount], const std::uint32_t (&a)[4],
-                                   std::uint32_t b) {
-  static_assert(kDType == DType::bf16 || kDType == DType::f16);
-  detail::WgmmaShape<2 * kCount>::template rs<kDType, true, static_cast<int>(kMajorB)>(d, a, b, 0);
-}
-
 }  // namespace pantile::prim

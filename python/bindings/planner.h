@@ -10,8 +10,10 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 
+#include "pantile/fields.h"
 #include "request.h"
 
 namespace pantile::python {
@@ -90,30 +92,18 @@ inline DeviceProps properties_of(Device device) {
 
 // ---- the plan cache --------------------------------------------------------------------------
 
-// Every field that a plan depends on. An explicit list: structs have padding, which compares
-// unequal.
+// Every field that a plan depends on. Values, since structs have padding, which compares unequal.
 class PlanKey {
  public:
-  PlanKey(const ForwardProblem& problem, const DeviceProps& device, const PlanOptions& options) {
-    append(problem);
-    append(device, options);
-  }
-  PlanKey(const BackwardProblem& problem, const DeviceProps& device, const PlanOptions& options) {
-    append(problem.forward);
-    add({problem.deterministic, problem.has_grad_lse, problem.has_o_low});
-    for (const Layout* layout :
-         {&problem.grad_o, &problem.grad_q, &problem.grad_k, &problem.grad_v}) {
-      append(*layout);
-    }
-    append(device, options);
-  }
-  PlanKey(const QuantizeProblem& problem, const DeviceProps& device, const PlanOptions& options) {
-    append(problem.forward);
-    add({static_cast<std::int64_t>(problem.dtype), problem.hadamard});
-    for (const Layout* layout : {&problem.q, &problem.k, &problem.v}) {
-      append(*layout);
-    }
-    append(device, options);
+  template <class Problem>
+  PlanKey(const Problem& problem, const DeviceProps& device, const PlanOptions& options) {
+    for_each_field(problem,
+                   [this](const char*, const char*, const auto& value, Feature) { add(value); });
+    add(device.device.type);
+    add(device.device.index);
+    add(device.threads);
+    add(device.isa);
+    add(options.backend);
   }
 
   bool operator==(const PlanKey& other) const { return fields_ == other.fields_; }
@@ -128,46 +118,15 @@ class PlanKey {
   }
 
  private:
-  void add(std::initializer_list<std::int64_t> values) {
-    for (const std::int64_t value : values) {
-      fields_.at(count_++) = value;
-    }
-  }
-
-  void append(const Layout& layout) {
-    add({layout.batch, layout.seq, layout.head, layout.base_align_bytes});
-  }
-
-  void append(const ForwardProblem& p) {
-    std::int32_t scale_bits = 0;
-    std::memcpy(&scale_bits, &p.scale, sizeof scale_bits);
-    append(p.softmax);
-    add({static_cast<std::int64_t>(p.dtype), p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k,
-         p.head_dim, p.head_dim_v, p.packed_q, p.packed_k, p.total_q, p.total_k, p.has_seqused_q,
-         p.has_seqused_k, p.window_left, p.window_right, scale_bits});
-    add({p.wants_lse, p.wants_max_logit, p.output_f32, p.wants_o_low,
-         static_cast<std::int64_t>(p.float32_precision)});
-    for (const Layout* layout : {&p.q, &p.k, &p.v, &p.o}) {
-      append(*layout);
-    }
-    add({static_cast<std::int64_t>(p.fp8.output), static_cast<std::int64_t>(p.fp8.exp),
-         p.fp8.block_q, p.fp8.block_k, p.fp8.smooth_k});
-  }
-
-  void append(const SoftmaxOptions& softmax) {
-    add({static_cast<std::int64_t>(softmax.unit), static_cast<std::int64_t>(softmax.mode),
-         softmax.tensor_quarters, softmax.split_rows, softmax.exact_lse});
-    for (const float x :
-         {softmax.rescale_threshold, softmax.p_max_offset, softmax.min_exponent_log2}) {
+  template <class T>
+  void add(const T& value) {
+    if constexpr (std::is_same_v<T, float>) {  // by its bits, so that NaN equals itself
       std::int32_t bits = 0;
-      std::memcpy(&bits, &x, sizeof bits);
-      add({bits});
+      std::memcpy(&bits, &value, sizeof bits);
+      fields_.at(count_++) = bits;
+    } else {
+      fields_.at(count_++) = static_cast<std::int64_t>(value);
     }
-  }
-
-  void append(const DeviceProps& device, const PlanOptions& options) {
-    add({static_cast<std::int64_t>(device.device.type), device.device.index, device.threads,
-         static_cast<std::int64_t>(device.isa), static_cast<std::int64_t>(options.backend)});
   }
 
   std::array<std::int64_t, 96> fields_{};
@@ -189,21 +148,6 @@ inline Status make_plan(const QuantizeProblem& problem, const DeviceProps& devic
   return plan_quantize(problem, device, options, plan);
 }
 
-inline std::string plan_text(const ForwardProblem& p, bool o_low, const KernelInfo& kernel,
-                             int tile_q, int tile_k, std::size_t workspace_bytes) {
-  char text[256];
-  std::snprintf(text, sizeof text,
-                "%s: batch %lld, heads %lld/%lld, length %lld x %lld, head_dim %lld/%lld, window "
-                "(%lld, %lld); tile %d x %d, workspace %zu bytes%s",
-                kernel.name, static_cast<long long>(p.batch), static_cast<long long>(p.heads_q),
-                static_cast<long long>(p.heads_k), static_cast<long long>(p.seqlen_q),
-                static_cast<long long>(p.seqlen_k), static_cast<long long>(p.head_dim),
-                static_cast<long long>(p.head_dim_v), static_cast<long long>(p.window_left),
-                static_cast<long long>(p.window_right), tile_q, tile_k, workspace_bytes,
-                o_low ? ", o_low" : "");
-  return text;
-}
-
 inline const ForwardProblem& forward_part(const ForwardProblem& problem) {
   return problem;
 }
@@ -214,15 +158,41 @@ inline const ForwardProblem& forward_part(const QuantizeProblem& problem) {
   return problem.forward;
 }
 
-// Whether the run writes or reads the low bits of O.
-inline bool uses_o_low(const ForwardProblem& problem) {
-  return problem.wants_o_low;
+// Whether the run has this feature, for example writes or reads the low bits of O.
+template <class Problem>
+bool asks_for(const Problem& problem, Feature wanted) {
+  bool result = false;
+  for_each_field(problem, [&](const char*, const char*, const auto& value, Feature feature) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(value)>, bool>) {
+      result = result || (feature == wanted && value);
+    }
+  });
+  return result;
 }
-inline bool uses_o_low(const BackwardProblem& problem) {
-  return problem.has_o_low;
-}
-inline bool uses_o_low(const QuantizeProblem&) {
-  return false;
+
+// The log of a plan: the kernel, the shape, and by name every field that asks for a feature.
+template <class Problem, class Plan>
+std::string plan_text(const Problem& problem, const Plan& plan) {
+  const ForwardProblem& p = forward_part(problem);
+  char text[256];
+  std::snprintf(text, sizeof text,
+                "%s: batch %lld, heads %lld/%lld, length %lld x %lld, head_dim %lld/%lld, window "
+                "(%lld, %lld); tile %d x %d, workspace %zu bytes",
+                plan.kernel->name, static_cast<long long>(p.batch),
+                static_cast<long long>(p.heads_q), static_cast<long long>(p.heads_k),
+                static_cast<long long>(p.seqlen_q), static_cast<long long>(p.seqlen_k),
+                static_cast<long long>(p.head_dim), static_cast<long long>(p.head_dim_v),
+                static_cast<long long>(p.window_left), static_cast<long long>(p.window_right),
+                plan.tile_q, plan.tile_k, plan.workspace.bytes);
+  std::string result = text;
+  for_each_field(problem, [&](const char*, const char* name, const auto& value, Feature feature) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(value)>, bool>) {
+      if (feature != Feature::none && value) {
+        result.append(", ").append(name);
+      }
+    }
+  });
+  return result;
 }
 
 template <class Problem, class Plan>
@@ -242,8 +212,7 @@ class PlanCache {
       return nullptr;
     }
     if (hooks().plan_log != nullptr) {
-      const std::string text = plan_text(forward_part(problem), uses_o_low(problem), *plan.kernel,
-                                         plan.tile_q, plan.tile_k, plan.workspace.bytes);
+      const std::string text = plan_text(problem, plan);
       nb::handle(hooks().plan_log)(text.c_str());
     }
     entry = Entry{std::move(key), plan, true};

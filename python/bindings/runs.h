@@ -286,7 +286,7 @@ nb::dict explain_pass(const Request& request, Problem* problem,
   answer["tile_k"] = plan.tile_k;
   answer["blocks"] = plan.blocks;
   answer["workspace_bytes"] = plan.workspace.bytes;
-  answer["o_low"] = uses_o_low(*problem);
+  answer["o_low"] = asks_for(*problem, Feature::o_low);
   answer["softmax"] = status.ok() ? softmax_text(plan) : "";
   return answer;
 }

@@ -53,8 +53,6 @@ FILE_OF_SUITE = {
     "IntegerSum": "test_integer_sum.cc",
     "IntegerUnit": "test_integer_unit.cc",
     "LowBits": "test_low_bits.cc",
-    "Pages": "test_sequence.cc",
-    "Philox": "test_philox.cc",
     "Scaling": "test_scaling.cc",
     "Sequence": "test_sequence.cc",
     "SoftmaxState": "test_softmax_state.cc",
@@ -105,38 +103,6 @@ LISTED = {
             "IntegerSum.SumsDoNotDependOnTheOrder",
             "words - terms * kHeldZero",
             "words - kHeldZero",
-        ),
-    ],
-    "tensor_emulation.h": [
-        (
-            "TensorSoftmax.ProductsAreCutBelowTheLargestTerm",
-            "const int unit = top - 23 - kept_bits;",
-            "const int unit = top - 24 - kept_bits;",
-        ),
-        (
-            "TensorSoftmax.ProductsAreCutBelowTheLargestTerm",
-            "const std::int64_t magnitude = x < 0 ? -x : x;",
-            "const std::int64_t magnitude = x;",
-        ),
-        (
-            "TensorSoftmax.DotOfRepresentableSumsIsExact",
-            "x.exponent + y.exponent - 46 - unit",
-            "x.exponent + y.exponent - 45 - unit",
-        ),
-        (
-            "TensorSoftmax.ScaleAndAddTruncatesTheScore",
-            "A[at.row][at.column] = truncate_to_tf32(a[lane][i]);",
-            "A[at.row][at.column] = a[lane][i];",
-        ),
-        (
-            "TensorSoftmax.AnInfinityPoisonsBothRowsOfALane",
-            "  if (!finite) {",
-            "  if (false) {",
-        ),
-        (
-            "TensorSoftmax.ScaleAndAddIsElementWise",
-            "c[lane][i] = addend[lane][i % 2];",
-            "c[lane][i] = addend[lane][i / 2];",
         ),
     ],
     "tensor_softmax.h": [
@@ -288,7 +254,6 @@ LISTED = {
             "return ceil_div(a, b) * b;",
             "return a / b * b;",
         ),
-        ("Integer.QuotientsRoundAsTheirNamesSay", "-((-a + b - 1) / b)", "-(-a / b)"),
         ("Integer.FastDivisionIsExactUpTo31Bits", "+ d - 1) / d)", ") / d)"),
         ("Integer.FastDivisionIsExactForSmallNumbers", "<< shift_) < d)", "<< shift_) <= d)"),
         ("Integer.FastDivisionIsExactUpTo31Bits", "<< (31 + shift_)", "<< (30 + shift_)"),
@@ -353,24 +318,6 @@ LISTED = {
             "return key_head * heads_k;",
         ),
     ],
-    "pages.h": [
-        (
-            "Pages.EveryKeyIsFoundInItsPage",
-            "batch * pages.table_stride + place.quotient",
-            "batch * pages.table_stride",
-        ),
-        ("Pages.EveryKeyIsFoundInItsPage", "batch * pages.table_stride + ", ""),
-        (
-            "Pages.EveryKeyIsFoundInItsPage",
-            "place.remainder * pages.slot_stride",
-            "key * pages.slot_stride",
-        ),
-        (
-            "Pages.EveryKeyIsFoundInItsPage",
-            "pages.page_keys.divisor() - pages.page_keys.divmod(key).remainder",
-            "pages.page_keys.divisor()",
-        ),
-    ],
     "softmax_state.h": [
         (
             "SoftmaxState.RowsThatSeeNothingAreExactlyZero",
@@ -378,35 +325,9 @@ LISTED = {
             "return max;",
         ),
         (
-            "SoftmaxState.NothingChangesWhenTheMaximumStays",
-            "block_max > state.max ? block_max : state.max",
-            "block_max",
-        ),
-        ("SoftmaxState.EveryBlockingGivesTheTwoPassResult", "state.sum *= factor;", ""),
-        (
-            "SoftmaxState.EveryBlockingGivesTheTwoPassResult",
-            "state.max = max;\n  state.sum *=",
-            "state.sum *=",
-        ),
-        (
             "SoftmaxState.EveryBlockingGivesTheTwoPassResult",
             "SoftmaxState{-__builtin_huge_valf(), 0.0f}",
             "SoftmaxState{0.0f, 0.0f}",
-        ),
-        (
-            "SoftmaxState.EverySplitMergesToTheTwoPassResult",
-            "+ other.sum * factors.second",
-            "+ other.sum",
-        ),
-        (
-            "SoftmaxState.EverySplitMergesToTheTwoPassResult",
-            "other.max > state.max ? other.max : state.max",
-            "state.max",
-        ),
-        (
-            "SoftmaxState.EverySplitMergesToTheTwoPassResult",
-            "exp2(state.max - shift), exp2(other.max - shift)",
-            "exp2(other.max - shift), exp2(state.max - shift)",
         ),
         (
             "SoftmaxState.RowsThatSeeNothingAreExactlyZero",
@@ -487,31 +408,6 @@ LISTED = {
             "TileOrder.SectionsFillTheCacheAndKeepGroupsTogether",
             "heads * query_heads_per_key_head, 1,",
             "heads, 1,",
-        ),
-        (
-            "TileOrder.SumsFollowShortenedSequencesAndDenseBatches",
-            "ceil_div(locate_sequence(side, b).length, tile_size)",
-            "locate_sequence(side, b).length / tile_size",
-        ),
-        (
-            "TileOrder.SequenceSearchSkipsSequencesWithoutTiles",
-            "tiles_before[middle] <= tile",
-            "tiles_before[middle] < tile",
-        ),
-        (
-            "TileOrder.PackedOrderIsTheListedOneSequenceAfterSequence",
-            "min_of(whole, heads - first_head)",
-            "whole",
-        ),
-        (
-            "TileOrder.PackedOrderIsTheListedOneSequenceAfterSequence",
-            "tiles - 1 - tile : tile",
-            "tiles - tile : tile",
-        ),
-        (
-            "TileOrder.PackedOrderTakesAnyLargeSection",
-            "const int whole = min_of(section, heads);",
-            "const int whole = section;",
         ),
     ],
     "blocked.h": [
@@ -628,11 +524,6 @@ LISTED = {
             "Scaling.RowsAndBlocksCountFromTheStartOfTheSequence",
             "return ceil_div(length, block_rows);",
             "return length / block_rows + 1;",
-        ),
-        (
-            "Scaling.RowsAndBlocksCountFromTheStartOfTheSequence",
-            "return row / block_rows;",
-            "return (row + 1) / block_rows;",
         ),
         (
             "Scaling.BlocksOfPackedSequencesNeverOverlap",
@@ -817,9 +708,6 @@ LISTED = {
             "chunk ^ (row / rows_per_line % chunks)",
             "chunk",
         ),
-        ("Swizzle.BankPassesOfKnownPatterns", "is_new && seen[j] != word", "is_new"),
-        ("Swizzle.BankPassesOfKnownPatterns", "passes += worst;", "passes = worst;"),
-        ("Swizzle.BankPassesOfKnownPatterns", "per_bank[word % kBanks]", "per_bank[word % 16]"),
     ],
     "fragment.h": [
         (
@@ -876,38 +764,6 @@ LISTED = {
             "Fragment.Fp8OperandsComeFromTheAccumulatorInTheOrderOfTheSlots",
             "element % 2 + 4 * (element / 2 % 2) + 2 * (reg % 2) + 8 * (reg / 2)",
             "element",
-        ),
-    ],
-    "philox.h": [
-        ("Philox.KnownAnswersOfThePublication", "round < 10", "round < 9"),
-        ("Philox.KnownAnswersOfThePublication", "0xCD9E8D57u", "0xCD9E8D59u"),
-        ("Philox.KnownAnswersOfThePublication", "key.word[1] += kWeyl1;", "key.word[1] += kWeyl0;"),
-        (
-            "Philox.CoordinatesEnterTheCounterInAFixedOrder",
-            "static_cast<std::uint32_t>(head), static_cast<std::uint32_t>(batch)",
-            "static_cast<std::uint32_t>(batch), static_cast<std::uint32_t>(head)",
-        ),
-        (
-            "Philox.EveryElementHasItsOwnNumber",
-            "static_cast<std::uint32_t>(key_group), static_cast<std::uint32_t>(row)",
-            "static_cast<std::uint32_t>(key_group), static_cast<std::uint32_t>(row / 2)",
-        ),
-        (
-            "Philox.EveryElementHasItsOwnNumber",
-            ".word[attended_key % 4]",
-            ".word[attended_key % 2]",
-        ),
-        ("Philox.OffsetsAreMixedByTheFinalizerOfSplitMix64", "mixed >> 27", "mixed >> 28"),
-        (
-            "Philox.CallsOfOneSeedNeverShareAKey",
-            "(mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9u",
-            "(mixed ^ mixed >> 30) / 2",
-        ),
-        ("Philox.UniformNumbersFillTheHalfOpenUnitInterval", "(word >> 8)", "(word)"),
-        (
-            "Philox.NumbersOfAMatrixLookIndependentAndUniform",
-            "attended_key / 4).word[attended_key % 4]",
-            "attended_key / 4).word[0]",
         ),
     ],
 }

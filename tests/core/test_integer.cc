@@ -13,7 +13,6 @@ namespace {
 using pantile::core::ceil_div;
 using pantile::core::clamp;
 using pantile::core::FastDivmod;
-using pantile::core::floor_div;
 using pantile::core::max_of;
 using pantile::core::min_of;
 using pantile::core::round_up;
@@ -36,14 +35,11 @@ TEST(Integer, MinMaxAndClampAgreeWithComparison) {
 }
 
 TEST(Integer, QuotientsRoundAsTheirNamesSay) {
-  for (int a = -300; a <= 300; ++a) {
+  for (int a = 0; a <= 300; ++a) {
     for (int b = 1; b <= 40; ++b) {
       const double exact = static_cast<double>(a) / b;
-      ASSERT_EQ(floor_div(a, b), static_cast<int>(std::floor(exact))) << a << " / " << b;
-      if (a >= 0) {
-        ASSERT_EQ(ceil_div(a, b), static_cast<int>(std::ceil(exact))) << a << " / " << b;
-        ASSERT_EQ(round_up(a, b), static_cast<int>(std::ceil(exact)) * b) << a << " / " << b;
-      }
+      ASSERT_EQ(ceil_div(a, b), static_cast<int>(std::ceil(exact))) << a << " / " << b;
+      ASSERT_EQ(round_up(a, b), static_cast<int>(std::ceil(exact)) * b) << a << " / " << b;
     }
   }
   EXPECT_EQ(ceil_div(std::int64_t{1} << 40, std::int64_t{3}), 366503875926);

@@ -1,4 +1,4 @@
-// Where sequences, heads and pages lie, against addresses counted one row at a time.
+// Where sequences and heads lie, against addresses counted one row at a time.
 #include "core/sequence.h"
 
 #include <gtest/gtest.h>
@@ -8,16 +8,11 @@
 #include <vector>
 
 #include "core/heads.h"
-#include "core/pages.h"
 
 namespace {
 
-using pantile::core::FastDivmod;
 using pantile::core::Heads;
-using pantile::core::key_offset;
-using pantile::core::keys_in_page;
 using pantile::core::locate_sequence;
-using pantile::core::PagedKeys;
 using pantile::core::Sequence;
 using pantile::core::SequenceSide;
 
@@ -119,40 +114,6 @@ TEST(Heads, EveryQueryHeadBelongsToOneGroupInOrder) {
         ASSERT_EQ(heads.first_query_head(key_head), query_head);
         for (int member = 0; member < group; ++member) {
           ASSERT_EQ(heads.key_head(query_head++), key_head);
-        }
-      }
-    }
-  }
-}
-
-TEST(Pages, EveryKeyIsFoundInItsPage) {
-  for (int page_keys = 1; page_keys <= 9; ++page_keys) {
-    constexpr int kBatch = 3;
-    constexpr int kPagesPerSequence = 4;
-    constexpr int kTableStride = 6;
-    std::vector<std::int32_t> table(kBatch * kTableStride, -1);
-    std::int32_t next_page = 11;
-    for (int b = 0; b < kBatch; ++b) {
-      for (int p = 0; p < kPagesPerSequence; ++p) {
-        next_page = (next_page * 5 + 3) % 64;
-        table[static_cast<std::size_t>(b * kTableStride + p)] = next_page;
-      }
-    }
-    PagedKeys pages;
-    pages.page_table = table.data();
-    pages.table_stride = kTableStride;
-    pages.page_stride = std::int64_t{1} << 32;
-    pages.slot_stride = 3;
-    pages.page_keys = FastDivmod(page_keys);
-    for (int b = 0; b < kBatch; ++b) {
-      int key = 0;
-      for (int p = 0; p < kPagesPerSequence; ++p) {
-        for (int slot = 0; slot < page_keys; ++slot, ++key) {
-          const std::int64_t page = table[static_cast<std::size_t>(b * kTableStride + p)];
-          ASSERT_EQ(key_offset(pages, b, key), (page << 32) + slot * 3);
-          for (int wanted = 0; wanted <= 12; ++wanted) {
-            ASSERT_EQ(keys_in_page(pages, key, wanted), std::min(page_keys - slot, wanted));
-          }
         }
       }
     }

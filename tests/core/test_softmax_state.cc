@@ -1,4 +1,4 @@
-// The online softmax in blocks and in splits against the two-pass softmax in double.
+// The online softmax in blocks against the two-pass softmax in double.
 #include "core/softmax_state.h"
 
 #include <gtest/gtest.h>
@@ -14,10 +14,7 @@ using pantile::core::empty_softmax_state;
 using pantile::core::kLn2;
 using pantile::core::kLog2E;
 using pantile::core::log_sum_exp;
-using pantile::core::merge;
-using pantile::core::MergeFactors;
 using pantile::core::normaliser;
-using pantile::core::raise_max;
 using pantile::core::softmax_shift;
 using pantile::core::SoftmaxState;
 
@@ -33,12 +30,21 @@ struct Row {
   float output = 0.0f;
 };
 
+// Takes in one block's maximum and returns the factor by which the old sum and output shrink.
+float raise_max(SoftmaxState& state, float block_max) {
+  const float max = block_max > state.max ? block_max : state.max;
+  const float factor = exp2_of(state.max - softmax_shift(max));
+  state.max = max;
+  state.sum *= factor;
+  return factor;
+}
+
 void take_block(Row& row, const std::vector<float>& scores, std::size_t begin, std::size_t end) {
   float block_max = -kInfinity;
   for (std::size_t i = begin; i < end; ++i) {
     block_max = std::fmax(block_max, scores[i]);
   }
-  row.output *= raise_max(row.state, block_max, exp2_of);
+  row.output *= raise_max(row.state, block_max);
   for (std::size_t i = begin; i < end; ++i) {
     const float p = exp2_of(scores[i] - softmax_shift(row.state.max));
     row.state.sum += p;
@@ -109,48 +115,14 @@ TEST(SoftmaxState, EveryBlockingGivesTheTwoPassResult) {
   }
 }
 
-TEST(SoftmaxState, EverySplitMergesToTheTwoPassResult) {
-  std::mt19937 random(4);
-  for (int repeat = 0; repeat < 2000; ++repeat) {
-    const std::vector<float> scores = random_scores(random, random() % 12);
-    for (std::size_t cut = 0; cut <= scores.size(); ++cut) {
-      for (const bool second_first : {false, true}) {
-        Row parts[2];
-        take_block(parts[0], scores, 0, cut);
-        take_block(parts[1], scores, cut, scores.size());
-        Row& row = parts[second_first ? 1 : 0];
-        const Row& other = parts[second_first ? 0 : 1];
-        const MergeFactors factors = merge(row.state, other.state, exp2_of);
-        row.output = row.output * factors.first + other.output * factors.second;
-        expect_close(row, scores);
-        ASSERT_FALSE(HasFailure()) << "repeat " << repeat << " cut " << cut;
-      }
-    }
-  }
-}
-
 TEST(SoftmaxState, RowsThatSeeNothingAreExactlyZero) {
   SoftmaxState state = empty_softmax_state();
   EXPECT_EQ(state.max, -kInfinity);
   EXPECT_EQ(state.sum, 0.0f);
-  EXPECT_EQ(raise_max(state, -kInfinity, exp2_of), 0.0f);
-  const MergeFactors factors = merge(state, empty_softmax_state(), exp2_of);
-  EXPECT_EQ(factors.first, 0.0f);
-  EXPECT_EQ(factors.second, 0.0f);
+  EXPECT_EQ(raise_max(state, -kInfinity), 0.0f);
   EXPECT_EQ(state.sum, 0.0f);
   EXPECT_EQ(normaliser(state), 0.0f);
   EXPECT_EQ(log_sum_exp(state, log2_of), -kInfinity);
-}
-
-TEST(SoftmaxState, NothingChangesWhenTheMaximumStays) {
-  SoftmaxState state{5.0f, 3.0f};
-  EXPECT_EQ(raise_max(state, 4.0f, exp2_of), 1.0f);
-  EXPECT_EQ(raise_max(state, -kInfinity, exp2_of), 1.0f);
-  EXPECT_EQ(state.max, 5.0f);
-  EXPECT_EQ(state.sum, 3.0f);
-  EXPECT_EQ(raise_max(state, 7.0f, exp2_of), 0.25f);
-  EXPECT_EQ(state.max, 7.0f);
-  EXPECT_EQ(state.sum, 0.75f);
 }
 
 TEST(SoftmaxState, AttendedNaNAndInfinityReachTheResult) {
@@ -163,9 +135,6 @@ TEST(SoftmaxState, AttendedNaNAndInfinityReachTheResult) {
       take_block(row, scores, 2, 4);
       EXPECT_TRUE(std::isnan(row.output * normaliser(row.state))) << bad << " at " << at;
       EXPECT_TRUE(std::isnan(log_sum_exp(row.state, log2_of))) << bad << " at " << at;
-      SoftmaxState healthy{1.0f, 2.0f};
-      merge(healthy, row.state, exp2_of);
-      EXPECT_TRUE(std::isnan(normaliser(healthy))) << bad << " at " << at;
     }
   }
 }

@@ -7,6 +7,8 @@
 #include <set>
 #include <vector>
 
+#include "bank_passes.h"
+
 namespace {
 
 using pantile::core::bank_passes;

@@ -11,7 +11,7 @@
 #include <limits>
 #include <random>
 
-#include "core/tensor_emulation.h"
+#include "tensor_emulation.h"
 
 namespace {
 

@@ -11,11 +11,7 @@
 
 namespace {
 
-using pantile::core::find_sequence;
 using pantile::core::heads_per_section;
-using pantile::core::packed_tile;
-using pantile::core::SequenceSide;
-using pantile::core::sum_tiles;
 using pantile::core::TileDirection;
 using pantile::core::TileOrder;
 using pantile::core::WorkTile;
@@ -138,82 +134,6 @@ TEST(TileOrder, SectionsFillTheCacheAndKeepGroupsTogether) {
   EXPECT_EQ(heads_per_section(kMiB, 4, 48, 32 * kMiB), 32);  // 8 of 12 key heads
   EXPECT_EQ(heads_per_section(kMiB, 4, 0, 32 * kMiB), 1);
   EXPECT_EQ(heads_per_section(kMiB, 4, 3, 32 * kMiB), 3);
-}
-
-// Packed sequences of every length pattern, empty ones and all, against the listed order.
-TEST(TileOrder, PackedOrderIsTheListedOneSequenceAfterSequence) {
-  constexpr int kTileSize = 4;
-  constexpr int kLengths[] = {0, 1, 4, 5, 11};
-  for (int batch = 1; batch <= 4; ++batch) {
-    int patterns = 1;
-    for (int b = 0; b < batch; ++b) {
-      patterns *= 5;
-    }
-    for (int pattern = 0; pattern < patterns; ++pattern) {
-      std::vector<std::int32_t> cu_seqlens = {0};
-      for (int b = 0, rest = pattern; b < batch; ++b, rest /= 5) {
-        cu_seqlens.push_back(cu_seqlens.back() + kLengths[rest % 5]);
-      }
-      SequenceSide side;
-      side.cu_seqlens = cu_seqlens.data();
-      std::vector<std::int32_t> before(static_cast<std::size_t>(batch) + 1, -1);
-      sum_tiles(side, batch, kTileSize, before.data());
-      for (int heads = 1; heads <= 5; ++heads) {
-        for (int section = 1; section <= 6; ++section) {
-          for (const TileDirection direction : kDirections) {
-            int work = 0;
-            for (int b = 0; b < batch; ++b) {
-              const auto at = static_cast<std::size_t>(b);
-              const int tiles = (cu_seqlens[at + 1] - cu_seqlens[at] + kTileSize - 1) / kTileSize;
-              ASSERT_EQ(before[at + 1] - before[at], tiles);
-              for (WorkTile expected : listed(tiles, heads, 1, section, direction)) {
-                expected.batch = b;
-                expect_same(packed_tile(before.data(), batch, heads, section, direction, work++),
-                            expected);
-                ASSERT_FALSE(HasFailure()) << "pattern " << pattern << " heads " << heads
-                                           << " section " << section << " work " << work - 1;
-              }
-            }
-            ASSERT_EQ(work, before.back() * heads);
-          }
-        }
-      }
-    }
-  }
-}
-
-TEST(TileOrder, PackedOrderTakesAnyLargeSection) {
-  constexpr int kTiles = 1 << 20;
-  constexpr int kWork = kTiles + 5;
-  const std::int32_t before[] = {0, kTiles};
-  for (const int section : {4097, std::numeric_limits<int>::max()}) {  // section * kTiles wraps
-    expect_same(packed_tile(before, 1, 3, section, TileDirection::descending, kWork),
-                WorkTile{kTiles - 1 - kWork / 3, kWork % 3, 0});
-  }
-}
-
-TEST(TileOrder, SumsFollowShortenedSequencesAndDenseBatches) {
-  const std::vector<std::int32_t> cu_seqlens = {0, 10, 10, 30};
-  const std::vector<std::int32_t> used = {9, 0, 8};
-  SequenceSide packed;
-  packed.cu_seqlens = cu_seqlens.data();
-  packed.seqused = used.data();
-  std::int32_t before[4];
-  sum_tiles(packed, 3, 8, before);
-  EXPECT_EQ(before[1], 2);
-  EXPECT_EQ(before[2], 2);
-  EXPECT_EQ(before[3], 3);
-  SequenceSide dense;
-  dense.max_length = 17;
-  sum_tiles(dense, 3, 8, before);
-  EXPECT_EQ(before[3], 9);
-}
-
-TEST(TileOrder, SequenceSearchSkipsSequencesWithoutTiles) {
-  const std::vector<std::int32_t> before = {0, 0, 0, 2, 2, 3, 3};
-  EXPECT_EQ(find_sequence(before.data(), 6, 0), 2);
-  EXPECT_EQ(find_sequence(before.data(), 6, 1), 2);
-  EXPECT_EQ(find_sequence(before.data(), 6, 2), 4);
 }
 
 }  // namespace

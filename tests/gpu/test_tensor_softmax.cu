@@ -12,7 +12,7 @@
 #include <limits>
 #include <random>
 
-#include "core/tensor_emulation.h"
+#include "../core/tensor_emulation.h"
 #include "prim/convert.cuh"
 #include "prim/unpack.cuh"
 

@@ -183,7 +183,7 @@ TEST(Quantize, HeadDimsAbove256AreRefused) {
   set_contiguous(&p.forward);
   p.q = p.forward.q;
   p.k = p.forward.k;
-  EXPECT_NE(refusal(p).find("takes head dims up to 256 and 256; they are 257 and 128"),
+  EXPECT_NE(refusal(p).find("serves head dims up to 256 and 256, they are 257 and 128"),
             std::string::npos)
       << refusal(p);
 }

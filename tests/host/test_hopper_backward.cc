@@ -136,10 +136,12 @@ std::string refusal(const BackwardProblem& problem, const DeviceProps& device = 
 TEST(HopperBackward, AcceptsWhatItServesAndNamesWhatItDoesNot) {
   EXPECT_EQ(refusal(problem_of(128)), "");
   EXPECT_EQ(refusal(problem_of(72)), "");
-  EXPECT_EQ(refusal(problem_of(128), a100()), "needs a GPU of compute capability 9.x");
+  EXPECT_EQ(refusal(problem_of(128), a100()), "needs compute capability 9.0, device 0 has 8.0");
   EXPECT_EQ(refusal(problem_of(100)), "head_dim is 100; it must be a multiple of 8");
-  EXPECT_EQ(refusal(problem_of(136)),
-            "head_dim is 136 and head_dim_v 136; this kernel takes up to 128 and 128");
+  DeviceProps small = h100();
+  small.smem_optin_bytes = 100 * 1024;
+  EXPECT_EQ(refusal(problem_of(128), small),
+            "needs 232448 bytes of shared memory a block, device 0 has 102400");
 
   BackwardProblem problem = problem_of(128);
   problem.forward.scale = 0.0f;

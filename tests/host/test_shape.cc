@@ -47,7 +47,7 @@ TEST(Canonical, DecodeIsNotCausal) {
   ForwardProblem problem = forward_problem();
   problem.seqlen_q = 1;
   problem.window_right = 0;
-  EXPECT_EQ(host::mask_kind(host::canonical(problem)), MaskKind::full);
+  EXPECT_EQ(mask_kind(host::canonical(problem)), MaskKind::full);
 }
 
 TEST(Canonical, StridesOfSingleAxes) {
@@ -76,14 +76,14 @@ TEST(Canonical, TotalsOfDenseTensors) {
 
 TEST(MaskKinds, FollowTheWindow) {
   ForwardProblem problem = forward_problem();
-  EXPECT_EQ(host::mask_kind(problem), MaskKind::full);
+  EXPECT_EQ(mask_kind(problem), MaskKind::full);
   problem.window_right = 0;
-  EXPECT_EQ(host::mask_kind(problem), MaskKind::causal);
+  EXPECT_EQ(mask_kind(problem), MaskKind::causal);
   problem.window_right = 5;
-  EXPECT_EQ(host::mask_kind(problem), MaskKind::window);
+  EXPECT_EQ(mask_kind(problem), MaskKind::window);
   problem.window_right = 0;
   problem.window_left = 64;
-  EXPECT_EQ(host::mask_kind(problem), MaskKind::window);
+  EXPECT_EQ(mask_kind(problem), MaskKind::window);
 }
 
 TEST(WritesNothing, Forward) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "build_info.h"
+#include "host/features.h"
 #include "host/kernel_table.h"
 #include "problems.h"
 
@@ -28,8 +29,16 @@ bool on_gpu(const KernelInfo& row) {
 // kernels.def read by the preprocessor must agree with the same file read by cmake/kernels.cmake.
 TEST(KernelTable, HoldsEveryRowOfKernelsDefInOrder) {
   const KernelInfo expected[] = {
-#define PANTILE_KERNEL(backend, pass, dtype, head_dim, head_dim_v, mask) \
-  {"", Backend::backend, Pass::pass, DType::dtype, head_dim, head_dim_v, MaskKind::mask, true},
+#define PANTILE_KERNEL(backend, pass, dtype, head_dim, head_dim_v, mask, features) \
+  {"",                                                                             \
+   Backend::backend,                                                               \
+   Pass::pass,                                                                     \
+   DType::dtype,                                                                   \
+   head_dim,                                                                       \
+   head_dim_v,                                                                     \
+   MaskKind::mask,                                                                 \
+   true,                                                                           \
+   host::feature_sets::features},
 #include "kernels.def"
 #undef PANTILE_KERNEL
   };
@@ -52,6 +61,7 @@ TEST(KernelTable, HoldsEveryRowOfKernelsDefInOrder) {
       EXPECT_EQ(have[i].head_dim, want[i].head_dim) << have[i].name;
       EXPECT_EQ(have[i].head_dim_v, want[i].head_dim_v) << have[i].name;
       EXPECT_EQ(have[i].mask, want[i].mask) << have[i].name;
+      EXPECT_EQ(have[i].features, want[i].features) << have[i].name;
     }
   }
 }

@@ -22,8 +22,36 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    if not item.get_closest_marker("gpu"):
+        return
+    if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    for option in needed_build_options(item):
+        if not pantile.build_info()[option]:
+            pytest.skip(f"kernel not built; configure with PANTILE_{option.upper()}=ON")
+
+
+def needed_build_options(item: pytest.Item) -> list[str]:
+    """What a test marked gpu needs that a build may leave out: by its markers, or by its
+    parameters, of which some are targets, rows of the kernel table or names of backends."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    needed = []
+    if item.get_closest_marker("experiments") or parameters.get("exp") == "mixed":
+        needed.append("experiments")
+    if torch.cuda.get_device_capability()[0] == 9 and (
+        item.get_closest_marker("ampere") or any(map(is_ampere, parameters.values()))
+    ):
+        needed.append("ampere_on_hopper")
+    return needed
+
+
+def is_ampere(parameter: object) -> bool:
+    """Whether it stands for 16-bit kernels of the Ampere family."""
+    if isinstance(parameter, Target):
+        return parameter.backend == "ampere" and parameter.gpu_dtype != torch.float32
+    if isinstance(parameter, dict):
+        return parameter.get("backend") == "ampere" and parameter["dtype"] != "f32"
+    return parameter == "ampere"
 
 
 @functools.cache

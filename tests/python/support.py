@@ -47,6 +47,15 @@ class Target:
         return pantile.Options(backend=self.backend, softmax="vector", **arguments)
 
 
+def fp8_exps(target: Target) -> tuple[str, ...]:
+    """The ways of the exponential of an FP8 forward that a backend has in this build; the
+    reference computes in double and has none."""
+    if target.backend == "reference":
+        return ()
+    built = target.device == "cpu" or pantile.build_info()["experiments"]
+    return ("code", "mixed", "exp2") if built else ("code", "exp2")
+
+
 @dataclass
 class Case:
     """Tensors and arguments of one call; ``lengths``: (cu_seqlens_q, cu_seqlens_k) if packed."""

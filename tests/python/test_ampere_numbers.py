@@ -11,7 +11,7 @@ from pantile._masks import window_bounds
 from support import Target, bits, dense, gradients
 
 pantile.load_torch()
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.ampere]
 
 GPU = Target("ampere", "cuda")
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -174,6 +174,7 @@ TRIALS = {
 }
 
 
+@pytest.mark.experiments
 @pytest.mark.parametrize("trial", TRIALS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["bf16", "f16"])
@@ -204,6 +205,7 @@ def test_trials_leave_other_rows_alone(trial, head_dim, name, value):
     assert not torch.isfinite(spoiled[0][0, 500, 1]).all()
 
 
+@pytest.mark.experiments
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_values_that_are_not_finite_beside_the_surrogate(head_dim):
     """Seen by some rows of a tile, and then O of all of them is rescaled on tensor cores."""

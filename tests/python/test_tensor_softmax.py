@@ -8,7 +8,7 @@ import torch
 from support import Target, assert_within_bound, bits, dense, gradients, packed
 
 pantile.load_torch()
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.ampere]
 
 GPU = Target("ampere", "cuda")
 MODES = {
@@ -27,7 +27,7 @@ MODES = {
     "fast_scale_offset": {"softmax": "tensor", "softmax_mode": "fast_scale", "p_max_offset": 5},
 }
 EXACT = [name for name in MODES if not name.startswith(("surrogate", "fast"))]
-# Modes in which no row's bits depend on its neighbours.
+# Modes in which no row's bits depend on its neighbours; the others need PANTILE_EXPERIMENTS.
 ROW_BY_ROW = ("vector", "vector_always", "tensor", "tensor_always", "tensor_offset")
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 EPSILON = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of one rounding, relative
@@ -37,7 +37,12 @@ def options(mode: str) -> pantile.Options:
     return pantile.Options(backend="ampere", **MODES[mode])
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(
+    params=[
+        name if name in ROW_BY_ROW else pytest.param(name, marks=pytest.mark.experiments)
+        for name in MODES
+    ]
+)
 def mode(request):
     return request.param
 

@@ -26,7 +26,7 @@ FIGURES = {
 
 
 def test_joins_the_instances_of_a_template_by_their_worst():
-    assert kernel_report.parse(LOG) == {("sm_90a", "forward"): FIGURES}
+    assert kernel_report.parse(LOG) == {("", "sm_90a", "forward"): FIGURES}
 
 
 def test_each_figure_is_held_to_its_budget():
@@ -92,7 +92,92 @@ def test_saving_one_section_keeps_the_other(budget_file):
     }
 
 
+def test_kernels_that_a_build_leaves_out_are_not_missed(budget_file):
+    trial, on_hopper = "a/sm_80/trial_forward_kernel", "ampere_forward_bf16_d64_full/sm_90/kernel"
+    both = dict.fromkeys((trial, on_hopper, "b/sm_90a/kernel"), FIGURES)
+    kernel_budget.save("ptxas", "13.0", both)
+
+    def missed(options: tuple[str, ...]) -> list[str]:
+        return kernel_budget.compare(
+            "ptxas",
+            "13.0",
+            {"b/sm_90a/kernel": FIGURES},
+            kernel_report.worse,
+            kernel_report.worse_elsewhere,
+            options,
+        )
+
+    missing = "in the budget, but not in this build"
+    assert missed(("experiments", "ampere_on_hopper")) == []
+    assert missed(("experiments",)) == [f"{on_hopper}: {missing}"]
+    assert missed(("ampere_on_hopper",)) == [f"{trial}: {missing}"]
+    fewer = {"b/sm_90a/kernel": FIGURES}
+    kernel_budget.save("ptxas", "13.0", fewer, ("experiments", "ampere_on_hopper"))
+    assert kernel_budget.load()["ptxas"] == both
+    kernel_budget.save("ptxas", "13.0", fewer, ("experiments",))
+    assert set(kernel_budget.load()["ptxas"]) == {trial, "b/sm_90a/kernel"}
+
+
+def test_what_an_entry_needs():
+    needed = kernel_budget.needed_option
+    assert needed("hopper_forward_e4m3_d64_full/sm_90a/trial_forward_fp8_kernel") == "experiments"
+    assert needed("ampere_forward_bf16_d64_full/trial_forward_kernel+") == "experiments"
+    assert needed("ampere_forward_bf16_d64_full/sm_90/forward_kernel") == "ampere_on_hopper"
+    assert needed("ampere_backward_f32_d64_any/sm_90/backward_kernel_f32") == ""
+    assert needed("ampere_forward_bf16_d64_full/sm_80/forward_kernel") == ""
+    assert needed("hopper_forward_bf16_d64_full/sm_90a/forward_kernel") == ""
+
+
+def test_what_a_build_leaves_out(tmp_path):
+    (tmp_path / "generated").mkdir()
+    header = tmp_path / "generated" / "build_info.h"
+    header.write_text('{"experiments": false, "ampere_on_hopper": true}')
+    assert kernel_budget.left_out(tmp_path) == ("experiments",)
+    header.write_text('{"experiments": true, "ampere_on_hopper": false}')
+    assert kernel_budget.left_out(tmp_path) == ("ampere_on_hopper",)
+
+
 def test_kernel_names():
     assert kernel_budget.kernel_name("_ZN7pantile6hopper7forwardILi64EEEvi") == "forward"
     assert kernel_budget.kernel_name("_Z8attn_fwdILi64EEvv") == "attn_fwd"
     assert kernel_budget.kernel_name("plain") == "plain"
+
+
+def masked(kind: int) -> str:
+    return LOG.replace("EEEvi", f"ELNS_8MaskKindE{kind}EEEvi")
+
+
+def test_a_file_holds_rows_that_differ_in_the_mask(tmp_path):
+    """Kernels that rows share are in cuda/<family>/row_kernels.cu, one file a family."""
+    rows = ("a_full", "a_causal", "a_window", "b_any")
+    (tmp_path / "generated").mkdir()
+    (tmp_path / "generated" / "kernel_rows.inc").write_text(
+        "".join(f"PANTILE_KERNEL_ROW({row}, x)\n" for row in rows)
+    )
+    logs = {
+        "instances/a": masked(0) + masked(2),
+        "instances/b": LOG,
+        "instances/a_full": LOG,  # of an older tree
+        "cuda/hopper/row_kernels": LOG,
+    }
+    for path, text in logs.items():
+        log = tmp_path / f"{path}.cu.o.ptxas"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(text)
+    found, missing = kernel_report.read_build(tmp_path)
+    owners = ("a_full", "a_window", "b_any", "hopper_row_kernels")
+    assert set(found) == {f"{owner}/sm_90a/forward" for owner in owners}
+    assert missing == ["a_causal"]
+
+
+def test_rows_of_kernels():
+    assert kernel_budget.file_of("hopper_forward_bf16_d192x128_full") == (
+        "hopper_forward_bf16_d192x128"
+    )
+    symbol = "_ZN7pantile6hopper14forward_kernelINS0_14ForwardVariantILi64ELNS_8MaskKindE1EEEEvv"
+    assert kernel_budget.row_of("hopper_forward_bf16_d64", symbol) == (
+        "hopper_forward_bf16_d64_causal"
+    )
+    assert kernel_budget.row_of("ampere_backward_f16_d64", "_Z4kernv") == (
+        "ampere_backward_f16_d64_any"
+    )

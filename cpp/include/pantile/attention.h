@@ -56,7 +56,8 @@ PANTILE_API void set_parallel_for(ParallelFor loop);
 PANTILE_API void set_cpu_threads(int threads);
 
 // What this build contains: {"version": ..., "cuda": bool, "cuda_reason": ..., "nvcc": ...,
-// "architectures": ..., "compiler": ...} as a JSON object in static storage.
+// "architectures": ..., "experiments": bool, "ampere_on_hopper": bool, ...} as a JSON object in
+// static storage.
 PANTILE_API const char* build_info();
 
 }  // namespace pantile

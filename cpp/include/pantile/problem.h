@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "pantile/dtype.h"
+#include "pantile/registry.h"
 
 namespace pantile {
 
@@ -146,6 +147,14 @@ struct ForwardTensors {
   const std::int32_t* seqused_k = nullptr;     // [batch]
   Fp8Tensors fp8;                              // dtype e4m3 only
 };
+
+// The mask of a canonical problem, in which a side that hides nothing is kUnbounded.
+constexpr MaskKind mask_kind(const ForwardProblem& problem) {
+  return problem.window_left != kUnbounded    ? MaskKind::window
+         : problem.window_right == kUnbounded ? MaskKind::full
+         : problem.window_right == 0          ? MaskKind::causal
+                                              : MaskKind::window;
+}
 
 // The dtype of O.
 constexpr DType output_dtype(const ForwardProblem& problem) {

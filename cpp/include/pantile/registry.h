@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "pantile/dtype.h"
 #include "pantile/export.h"
@@ -15,6 +16,48 @@ enum class Pass : std::uint8_t { forward = 0, backward, quantize };
 // `window` covers every mask that is neither full nor plain causal. `any`: decided at run time.
 enum class MaskKind : std::uint8_t { full = 0, causal, window, any };
 
+// What a problem may ask for beside its shape, mask and types, which other rules concern. A field
+// of a problem that asks for one says so in fields.h; a row refuses what it does not list.
+enum class Feature : std::uint8_t {
+  none = 0,
+  packed,         // sequences of different lengths in one tensor
+  seqused,        // lengths shorter than what is allocated
+  lse,            // written by the forward, read by the backward
+  max_logit,      // the largest score of a head
+  output_f32,     // O that is not rounded
+  o_low,          // 8 more bits of O
+  grad_lse,       // dLSE
+  deterministic,  // equal bits from equal inputs
+  smooth_k,       // FP8: K less its mean
+  hadamard,       // FP8: rotated Q and K
+};
+inline constexpr int kFeatureCount = static_cast<int>(Feature::hadamard) + 1;
+
+class FeatureSet {
+ public:
+  constexpr FeatureSet() = default;
+  constexpr FeatureSet(std::initializer_list<Feature> features) {
+    for (const Feature feature : features) {
+      bits_ |= bit(feature);
+    }
+  }
+
+  constexpr bool operator==(const FeatureSet& other) const { return bits_ == other.bits_; }
+  constexpr bool has(Feature feature) const { return (bits_ & bit(feature)) != 0; }
+  constexpr FeatureSet with(Feature feature) const {
+    FeatureSet result = *this;
+    result.bits_ |= bit(feature);
+    return result;
+  }
+
+ private:
+  static constexpr std::uint32_t bit(Feature feature) {
+    return std::uint32_t{1} << static_cast<int>(feature);
+  }
+
+  std::uint32_t bits_ = 0;
+};
+
 struct KernelInfo {
   const char* name;  // for example "hopper_forward_bf16_d128_causal"
   Backend backend;
@@ -24,6 +67,7 @@ struct KernelInfo {
   int head_dim_v;  // largest head_dim of V and O the row serves
   MaskKind mask;
   bool compiled;  // false: known to the table, left out of this build (no CUDA)
+  FeatureSet features{};
 };
 
 PANTILE_API int kernel_count();
@@ -32,5 +76,6 @@ PANTILE_API const KernelInfo& kernel_info(int index);  // 0 <= index < kernel_co
 PANTILE_API const char* backend_name(Backend backend);
 PANTILE_API const char* pass_name(Pass pass);
 PANTILE_API const char* mask_kind_name(MaskKind mask);
+PANTILE_API const char* feature_name(Feature feature);
 
 }  // namespace pantile

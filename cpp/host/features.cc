@@ -1,0 +1,70 @@
+#include "host/features.h"
+
+#include <cstdio>
+
+#include "pantile/fields.h"
+
+namespace pantile::host {
+namespace {
+
+template <class Problem>
+FeatureSet required_of(const Problem& problem) {
+  FeatureSet set;
+  for_each_field(problem, [&](const char*, const char*, const auto& value, Feature feature) {
+    if (feature != Feature::none &&
+        value != std::remove_const_t<std::remove_reference_t<decltype(value)>>{}) {
+      set = set.with(feature);
+    }
+  });
+  return set;
+}
+
+}  // namespace
+
+FeatureSet required(const ForwardProblem& problem) {
+  return required_of(problem);
+}
+FeatureSet required(const BackwardProblem& problem) {
+  return required_of(problem);
+}
+FeatureSet required(const QuantizeProblem& problem) {
+  return required_of(problem);
+}
+
+Status feature_rule(const KernelInfo& row, FeatureSet required) {
+  char missing[192] = {0};
+  int length = 0;
+  for (int i = 1; i < kFeatureCount; ++i) {
+    const auto feature = static_cast<Feature>(i);
+    const int room = static_cast<int>(sizeof missing) - length;
+    if (required.has(feature) && !row.features.has(feature) && room > 1) {
+      length += std::snprintf(missing + length, static_cast<std::size_t>(room), "%s%s",
+                              length == 0 ? "" : ", ", feature_name(feature));
+    }
+  }
+  return length == 0 ? Status()
+                     : Status::error(StatusCode::unsupported, "does not serve %s", missing);
+}
+
+}  // namespace pantile::host
+
+namespace pantile {
+
+const char* feature_name(Feature feature) {
+  switch (feature) {
+    case Feature::none: return "none";
+    case Feature::packed: return "packed sequences";
+    case Feature::seqused: return "seqused";
+    case Feature::lse: return "LSE";
+    case Feature::max_logit: return "max_logit";
+    case Feature::output_f32: return "output_f32";
+    case Feature::o_low: return "o_low";
+    case Feature::grad_lse: return "grad_lse";
+    case Feature::deterministic: return "deterministic";
+    case Feature::smooth_k: return "smooth_k";
+    case Feature::hadamard: return "hadamard";
+  }
+  return "?";
+}
+
+}  // namespace pantile

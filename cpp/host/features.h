@@ -1,0 +1,34 @@
+// What problems ask for and rows serve: a row refuses every feature that it does not list, so that
+// one that is new is refused by all rows until their kernels have it.
+#pragma once
+
+#include "pantile/problem.h"
+#include "pantile/quantize.h"
+#include "pantile/registry.h"
+#include "pantile/status.h"
+
+namespace pantile::host {
+
+// The sets of cuda/kernels.def and of the CPU rows.
+namespace feature_sets {
+inline constexpr FeatureSet forward_f32{Feature::packed, Feature::seqused, Feature::lse,
+                                        Feature::max_logit, Feature::output_f32};
+inline constexpr FeatureSet forward_16bit = forward_f32.with(Feature::o_low);
+inline constexpr FeatureSet forward_fp8{Feature::packed, Feature::seqused, Feature::lse,
+                                        Feature::smooth_k};
+inline constexpr FeatureSet backward_f32{Feature::packed, Feature::seqused, Feature::lse,
+                                         Feature::grad_lse, Feature::deterministic};
+inline constexpr FeatureSet backward_16bit = backward_f32.with(Feature::o_low);
+inline constexpr FeatureSet quantize_fp8{Feature::packed, Feature::seqused};
+inline constexpr FeatureSet quantize = quantize_fp8.with(Feature::smooth_k).with(Feature::hadamard);
+}  // namespace feature_sets
+
+// What a canonical problem asks for.
+FeatureSet required(const ForwardProblem& problem);
+FeatureSet required(const BackwardProblem& problem);
+FeatureSet required(const QuantizeProblem& problem);
+
+// Ok, or which features the row lacks.
+Status feature_rule(const KernelInfo& row, FeatureSet required);
+
+}  // namespace pantile::host

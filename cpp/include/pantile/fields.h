@@ -1,0 +1,128 @@
+// Every field of a problem, by name, with the feature that it asks for. Behind the features that a
+// row must have, the key of cached plans and the log of plans, so that none of them can miss one:
+// the structured bindings below name every field of a struct, and a new field does not compile
+// before it stands here.
+#pragma once
+
+#include <type_traits>
+
+#include "pantile/problem.h"
+#include "pantile/quantize.h"
+#include "pantile/registry.h"
+
+namespace pantile {
+namespace fields {
+
+template <class L, class F>
+constexpr void of_layout(const char* owner, L& layout, F&& f) {
+  auto& [batch, seq, head, base_align_bytes] = layout;
+  f(owner, "batch", batch, Feature::none);
+  f(owner, "seq", seq, Feature::none);
+  f(owner, "head", head, Feature::none);
+  f(owner, "base_align_bytes", base_align_bytes, Feature::none);
+}
+
+template <class S, class F>
+constexpr void of_softmax(S& softmax, F&& f) {
+  auto& [unit, mode, tensor_quarters, split_rows, rescale_threshold, p_max_offset,
+         min_exponent_log2, exact_lse] = softmax;
+  f("softmax", "unit", unit, Feature::none);
+  f("softmax", "mode", mode, Feature::none);
+  f("softmax", "tensor_quarters", tensor_quarters, Feature::none);
+  f("softmax", "split_rows", split_rows, Feature::none);
+  f("softmax", "rescale_threshold", rescale_threshold, Feature::none);
+  f("softmax", "p_max_offset", p_max_offset, Feature::none);
+  f("softmax", "min_exponent_log2", min_exponent_log2, Feature::none);
+  f("softmax", "exact_lse", exact_lse, Feature::none);
+}
+
+template <class Format, class F>
+constexpr void of_fp8(Format& fp8, F&& f) {
+  auto& [output, exp, block_q, block_k, smooth_k] = fp8;
+  f("fp8", "output", output, Feature::none);
+  f("fp8", "exp", exp, Feature::none);
+  f("fp8", "block_q", block_q, Feature::none);
+  f("fp8", "block_k", block_k, Feature::none);
+  f("fp8", "smooth_k", smooth_k, Feature::smooth_k);
+}
+
+template <class P, class F>
+constexpr void of_forward(P& problem, F&& f) {
+  auto& [dtype, batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, packed_q,
+         packed_k, total_q, total_k, has_seqused_q, has_seqused_k, window_left, window_right, scale,
+         float32_precision, softmax, wants_lse, wants_max_logit, output_f32, wants_o_low, q, k, v,
+         o, fp8] = problem;
+  f("", "dtype", dtype, Feature::none);
+  f("", "batch", batch, Feature::none);
+  f("", "heads_q", heads_q, Feature::none);
+  f("", "heads_k", heads_k, Feature::none);
+  f("", "seqlen_q", seqlen_q, Feature::none);
+  f("", "seqlen_k", seqlen_k, Feature::none);
+  f("", "head_dim", head_dim, Feature::none);
+  f("", "head_dim_v", head_dim_v, Feature::none);
+  f("", "packed_q", packed_q, Feature::packed);
+  f("", "packed_k", packed_k, Feature::packed);
+  f("", "total_q", total_q, Feature::none);
+  f("", "total_k", total_k, Feature::none);
+  f("", "has_seqused_q", has_seqused_q, Feature::seqused);
+  f("", "has_seqused_k", has_seqused_k, Feature::seqused);
+  f("", "window_left", window_left, Feature::none);  // the row's MaskKind
+  f("", "window_right", window_right, Feature::none);
+  f("", "scale", scale, Feature::none);
+  f("", "float32_precision", float32_precision, Feature::none);
+  of_softmax(softmax, f);
+  f("", "wants_lse", wants_lse, Feature::lse);
+  f("", "wants_max_logit", wants_max_logit, Feature::max_logit);
+  f("", "output_f32", output_f32, Feature::output_f32);
+  f("", "wants_o_low", wants_o_low, Feature::o_low);
+  of_layout("q", q, f);
+  of_layout("k", k, f);
+  of_layout("v", v, f);
+  of_layout("o", o, f);
+  of_fp8(fp8, f);
+}
+
+template <class P, class F>
+constexpr void of_backward(P& problem, F&& f) {
+  auto& [forward, deterministic, has_grad_lse, has_o_low, grad_o, grad_q, grad_k, grad_v] = problem;
+  of_forward(forward, f);
+  f("", "deterministic", deterministic, Feature::deterministic);
+  f("", "has_grad_lse", has_grad_lse, Feature::grad_lse);
+  f("", "has_o_low", has_o_low, Feature::o_low);
+  of_layout("grad_o", grad_o, f);
+  of_layout("grad_q", grad_q, f);
+  of_layout("grad_k", grad_k, f);
+  of_layout("grad_v", grad_v, f);
+}
+
+template <class P, class F>
+constexpr void of_quantize(P& problem, F&& f) {
+  auto& [forward, dtype, q, k, v, hadamard] = problem;
+  of_forward(forward, f);
+  f("input", "dtype", dtype, Feature::none);
+  of_layout("input q", q, f);
+  of_layout("input k", k, f);
+  of_layout("input v", v, f);
+  f("", "hadamard", hadamard, Feature::hadamard);
+}
+
+}  // namespace fields
+
+// f(owner, name, value, feature) for each field of a ForwardProblem, BackwardProblem or
+// QuantizeProblem; those of the forward problem in the others first. `owner` is the struct inside
+// the problem, for example "q", or empty. `value` is a reference to the field. A value that is not
+// 0 or false asks for the feature.
+template <class Problem, class F>
+constexpr void for_each_field(Problem& problem, F&& f) {
+  using P = std::remove_const_t<Problem>;
+  if constexpr (std::is_same_v<P, ForwardProblem>) {
+    fields::of_forward(problem, f);
+  } else if constexpr (std::is_same_v<P, BackwardProblem>) {
+    fields::of_backward(problem, f);
+  } else {
+    static_assert(std::is_same_v<P, QuantizeProblem>);
+    fields::of_quantize(problem, f);
+  }
+}
+
+}  // namespace pantile

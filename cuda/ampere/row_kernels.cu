@@ -1,0 +1,22 @@
+// The instances behind row_kernels.h.
+#include "ampere/row_kernels.h"
+
+namespace pantile::ampere {
+
+template <DType kDType>
+Status launch_bound_keys(const cuda::Launch& how, const common::KeyBoundsParams& params) {
+  return cuda::launch("bound_keys", how, common::bound_keys<kDType>, params);
+}
+
+template <int kTileQ>
+Status launch_settle_units(const cuda::Launch& how, const SettleParams<kTileQ>& params) {
+  return cuda::launch("settle_units", how, common::settle_units<SettleParams<kTileQ>, kTileQ>,
+                      params);
+}
+
+template Status launch_bound_keys<DType::bf16>(const cuda::Launch&, const common::KeyBoundsParams&);
+template Status launch_bound_keys<DType::f16>(const cuda::Launch&, const common::KeyBoundsParams&);
+template Status launch_settle_units<32>(const cuda::Launch&, const SettleParams<32>&);
+template Status launch_settle_units<64>(const cuda::Launch&, const SettleParams<64>&);
+
+}  // namespace pantile::ampere

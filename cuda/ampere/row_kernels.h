@@ -1,0 +1,36 @@
+// Launches of the deterministic mode's kernels around the main backward kernel. They know no head
+// dim and no tile of keys, so that one instance serves many rows of the kernel table:
+// row_kernels.cu has them all. A combination that it lacks fails to link.
+#pragma once
+
+#include <cstdint>
+
+#include "ampere/config.h"
+#include "common/backward_key_bounds.cuh"
+#include "common/backward_settle.cuh"
+#include "driver.h"
+#include "pantile/dtype.h"
+#include "pantile/status.h"
+
+namespace pantile::ampere {
+
+// For common::settle_units.
+template <int kTileQ>
+struct SettleParams {
+  common::RowPass pass;
+  int tile_k;
+  int* claimed;
+  float* row_terms;  // [heads_q][row tiles][kRowTerms][kTileQ]
+
+  PANTILE_DEVICE float& scale_of(std::int64_t index, int row) const {
+    return row_terms[(index * kRowTerms + 2) * kTileQ + row];
+  }
+};
+
+template <DType kDType>
+Status launch_bound_keys(const cuda::Launch& how, const common::KeyBoundsParams& params);
+
+template <int kTileQ>
+Status launch_settle_units(const cuda::Launch& how, const SettleParams<kTileQ>& params);
+
+}  // namespace pantile::ampere

@@ -1,0 +1,179 @@
+// Fields of problems and the features that they ask for: nothing is missed, and what a row does not
+// list is refused by name.
+#include "host/features.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <map>
+#include <set>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "host/kernel_table.h"
+#include "host/shape.h"
+#include "pantile/fields.h"
+#include "problems.h"
+
+namespace pantile::testing {
+namespace {
+
+// The values of all fields, in order.
+template <class Problem>
+std::vector<double> values(const Problem& problem) {
+  std::vector<double> result;
+  for_each_field(problem, [&](const char*, const char*, const auto& value, Feature) {
+    result.push_back(static_cast<double>(value));
+  });
+  return result;
+}
+
+template <class Problem>
+void change(Problem* problem, std::size_t number) {
+  std::size_t at = 0;
+  for_each_field(*problem, [&](const char*, const char*, auto& value, Feature) {
+    using T = std::remove_reference_t<decltype(value)>;
+    if (at++ == number) {
+      if constexpr (std::is_same_v<T, bool>) {
+        value = !value;
+      } else if constexpr (std::is_enum_v<T>) {
+        value = static_cast<T>(static_cast<int>(value) + 1);
+      } else {
+        value += 1;
+      }
+    }
+  });
+}
+
+template <class Problem>
+std::vector<std::string> names() {
+  Problem problem;
+  std::vector<std::string> result;
+  for_each_field(problem, [&](const char* owner, const char* name, auto&, Feature) {
+    result.push_back(std::string(owner) + "." + name);
+  });
+  return result;
+}
+
+// Each visited field is one of the problem's bytes, and none is visited twice.
+template <class Problem>
+void expect_every_field_once() {
+  Problem problem;
+  std::set<const void*> seen;
+  std::size_t bytes = 0;
+  for_each_field(problem, [&](const char*, const char* name, auto& value, Feature) {
+    const char* const begin = reinterpret_cast<const char*>(&problem);
+    const char* const address = reinterpret_cast<const char*>(&value);
+    EXPECT_TRUE(address >= begin && address + sizeof value <= begin + sizeof problem) << name;
+    EXPECT_TRUE(seen.insert(&value).second) << name;
+    bytes += sizeof value;
+  });
+  const std::vector<std::string> all = names<Problem>();
+  EXPECT_EQ(std::set<std::string>(all.begin(), all.end()).size(), all.size());
+  // What is left is padding: less than 8 bytes behind each of the structs.
+  EXPECT_LE(bytes, sizeof problem);
+  EXPECT_LT(sizeof problem - bytes, 8 * seen.size() / 2);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    Problem changed;
+    change(&changed, i);
+    std::vector<double> before = values(Problem()), after = values(changed);
+    EXPECT_NE(before[i], after[i]) << all[i];
+    after[i] = before[i];
+    EXPECT_EQ(before, after) << all[i];
+  }
+}
+
+TEST(Fields, AreVisitedOnce) {
+  expect_every_field_once<ForwardProblem>();
+  expect_every_field_once<BackwardProblem>();
+  expect_every_field_once<QuantizeProblem>();
+}
+
+TEST(Fields, CanonicalProblemsStayAsTheyAre) {
+  for (ForwardProblem p : {forward_problem(), packed_problem()}) {
+    p.window_left = 4000;
+    p.q.batch = 77;
+    EXPECT_EQ(values(host::canonical(host::canonical(p))), values(host::canonical(p)));
+    const BackwardProblem backward = backward_problem(p);
+    EXPECT_EQ(values(host::canonical(host::canonical(backward))),
+              values(host::canonical(backward)));
+  }
+}
+
+// Which fields ask for a feature. One that is new must be put here, or among those that have none
+// because a rule of every family looks at them.
+TEST(Features, AreAskedForByTheseFields) {
+  const std::map<std::string, Feature> asking = {
+      {".packed_q", Feature::packed},       {".packed_k", Feature::packed},
+      {".has_seqused_q", Feature::seqused}, {".has_seqused_k", Feature::seqused},
+      {".wants_lse", Feature::lse},         {".wants_max_logit", Feature::max_logit},
+      {".output_f32", Feature::output_f32}, {".wants_o_low", Feature::o_low},
+      {"fp8.smooth_k", Feature::smooth_k},  {".deterministic", Feature::deterministic},
+      {".has_grad_lse", Feature::grad_lse}, {".has_o_low", Feature::o_low},
+      {".hadamard", Feature::hadamard},
+  };
+  const auto check = [&](auto problem) {
+    for_each_field(problem, [&](const char* owner, const char* name, auto& value, Feature feature) {
+      const auto found = asking.find(std::string(owner) + "." + name);
+      EXPECT_EQ(feature, found == asking.end() ? Feature::none : found->second) << name;
+      using T = std::remove_reference_t<decltype(value)>;
+      if constexpr (std::is_same_v<T, bool>) {
+        const bool of_softmax = std::strcmp(owner, "softmax") == 0;
+        EXPECT_TRUE(feature != Feature::none || of_softmax) << name;
+      }
+    });
+    const FeatureSet before = host::required(decltype(problem){});
+    const std::vector<std::string> all = names<decltype(problem)>();
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      auto changed = decltype(problem){};
+      change(&changed, i);
+      const auto found = asking.find(all[i]);
+      EXPECT_EQ(host::required(changed) == before, found == asking.end()) << all[i];
+    }
+  };
+  check(ForwardProblem());
+  check(BackwardProblem());
+  check(QuantizeProblem());
+}
+
+TEST(Features, RowsRefuseWhatTheyDoNotList) {
+  KernelInfo row{};
+  row.features = FeatureSet{Feature::packed, Feature::lse};
+  EXPECT_TRUE(host::feature_rule(row, FeatureSet{Feature::lse}).ok());
+  EXPECT_TRUE(host::feature_rule(row, FeatureSet{}).ok());
+  const Status refused =
+      host::feature_rule(row, FeatureSet{Feature::lse, Feature::max_logit, Feature::deterministic});
+  EXPECT_EQ(refused.code(), StatusCode::unsupported);
+  EXPECT_STREQ(refused.message(), "does not serve max_logit, deterministic");
+  for (int i = 1; i < kFeatureCount; ++i) {
+    const auto feature = static_cast<Feature>(i);
+    EXPECT_NE(std::string(feature_name(feature)), "?");
+    row.features = FeatureSet{};
+    EXPECT_FALSE(host::feature_rule(row, FeatureSet{feature}).ok()) << feature_name(feature);
+    row.features = FeatureSet{feature};
+    EXPECT_TRUE(host::feature_rule(row, FeatureSet{feature}).ok()) << feature_name(feature);
+  }
+}
+
+TEST(Features, EveryRowListsWhatItsPassHas) {
+  for (int i = 0; i < kernel_count(); ++i) {
+    const KernelInfo& row = kernel_info(i);
+    const bool sixteen = row.dtype == DType::bf16 || row.dtype == DType::f16;
+    EXPECT_TRUE(row.features.has(Feature::packed)) << row.name;
+    EXPECT_TRUE(row.features.has(Feature::seqused)) << row.name;
+    EXPECT_EQ(row.features.has(Feature::o_low), sixteen && row.pass != Pass::quantize) << row.name;
+    EXPECT_EQ(row.features.has(Feature::lse), row.pass != Pass::quantize) << row.name;
+    EXPECT_EQ(row.features.has(Feature::deterministic), row.pass == Pass::backward) << row.name;
+    EXPECT_EQ(row.features.has(Feature::grad_lse), row.pass == Pass::backward) << row.name;
+    EXPECT_EQ(row.features.has(Feature::hadamard),
+              row.pass == Pass::quantize && row.dtype != DType::e4m3)
+        << row.name;
+    EXPECT_EQ(row.features.has(Feature::max_logit),
+              row.pass == Pass::forward && row.dtype != DType::e4m3)
+        << row.name;
+  }
+}
+
+}  // namespace
+}  // namespace pantile::testing
