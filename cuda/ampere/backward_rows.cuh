@@ -11,9 +11,9 @@
 #include "ampere/backward_params.cuh"
 #include "common/backward_prepare.cuh"
 #include "common/backward_rows.cuh"
-#include "core/low_bits.h"
 #include "core/softmax_state.h"
 #include "prim/convert.cuh"
+#include "prim/low_bits.cuh"
 #include "prim/unpack.cuh"
 #include "tile/quad_sums_sm80.cuh"
 
@@ -61,7 +61,6 @@ __global__ void __launch_bounds__(kRowThreads)
   constexpr int kTileQ = Config::kTileQ;
   constexpr int kTileWords = kTileQ * Config::kHeadDim;
   constexpr int kGroup = kThreadsPerRow<Config>;
-  constexpr int kShift = kDType == DType::bf16 ? core::kLowShiftBf16 : core::kLowShiftF16;
   const common::RowPass& pass = params.pass;
   const int thread = static_cast<int>(threadIdx.x);
   const common::RowTile tile =
@@ -96,12 +95,12 @@ __global__ void __launch_bounds__(kRowThreads)
     const bool exists = row < tile.rows;
     uint4 x = make_uint4(0, 0, 0, 0);
     uint4 y = x;
-    std::uint64_t low = 0;
+    uint2 low = make_uint2(0, 0);
     if (exists && column < params.head_dim_v) {
       x = *reinterpret_cast<const uint4*>(o + row * params.o.seq + column);
       y = *reinterpret_cast<const uint4*>(grad_o + row * params.grad_o.seq + column);
       if (params.o_low != nullptr) {
-        low = *reinterpret_cast<const std::uint64_t*>(
+        low = *reinterpret_cast<const uint2*>(
             params.o_low + ((low_row + row) * pass.heads_q + tile.head) * params.head_dim_v +
             column);
       }
@@ -111,11 +110,7 @@ __global__ void __launch_bounds__(kRowThreads)
     float product = 0.0f;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      float2 a = prim::unpack<kDType>(words_o[k]);
-      if (params.o_low != nullptr) {
-        a.x = core::with_low_bits<kShift>(a.x, static_cast<std::int8_t>(low >> (16 * k)));
-        a.y = core::with_low_bits<kShift>(a.y, static_cast<std::int8_t>(low >> (16 * k + 8)));
-      }
+      const float2 a = prim::with_low_bits<kDType>(words_o[k], k < 2 ? low.x : low.y, k % 2 * 2);
       const float2 b = prim::unpack<kDType>(words_grad[k]);
       product += a.x * b.x + a.y * b.y;
     }

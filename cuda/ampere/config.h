@@ -120,7 +120,7 @@ inline constexpr int kWorkBytes = 128;  // ForwardWork and BackwardWork (storage
 
 constexpr int forward_shared_bytes(const ForwardTile& tile, int head_dim, int head_dim_v) {
   return 2 * (tile.tile_q * head_dim + tile.stages * tile.tile_k * (head_dim + head_dim_v)) +
-         kWorkBytes + 4 * tile.tile_q;  // references of rows with large logits
+         kWorkBytes + 4 * tile.tile_q;  // row sums of earlier key tiles
 }
 
 // Two warps a scheduler (8 a multiprocessor) that drift apart keep the tensor cores fed; one alone

@@ -45,6 +45,9 @@ PANTILE_DEVICE void value_product(Block& block, typename Block::Scores& s, int s
   } else {
     block.template value_product<kMasked>(s, stage, n, groups);
   }
+  if constexpr (!kMasked) {
+    block.set_sums_apart(n);
+  }
 }
 
 // Two stages, tile n in stage n % 2: one barrier a tile. Behind it, all warps are done with the
@@ -217,6 +220,7 @@ PANTILE_DEVICE void run_pipelined(Block& block) {
 #pragma unroll 1
   for (; n > tiles.full.begin; --n) {
     pipelined_step<false, false, Config>(block, s, n, groups);
+    block.set_sums_apart(n);
   }
   if constexpr (Block::Keys::kLeftBound) {
 #pragma unroll 1

@@ -26,7 +26,7 @@ namespace pantile::ampere {
 template <class Config, DType kDType, MaskKind kMask>
 class ForwardBlock {
  public:
-  using Storage = ReferenceStorage<Config>;
+  using Storage = SummedStorage<Config>;
 
  private:
   using QRows = tile::SwizzledRows<Config::kHeadDim>;
@@ -79,6 +79,7 @@ class ForwardBlock {
       storage.work = work;  // read behind the first barrier
     }
     softmax.clear(params.scale);
+    Softmax::clear_earlier_sums(storage.earlier_sums);
     const int lane = prim::lane_index();
     k_lane_ = KRows::lane_offset_columns_first(lane);
     v_lane_ = VRows::lane_offset_rows_first(lane);
@@ -99,7 +100,7 @@ class ForwardBlock {
   }
 
   PANTILE_DEVICE void raise_references(Scores& s) {
-    softmax.raise_references(s, params_.references, storage_.references);
+    softmax.raise_references(s, params_.references, storage_.earlier_sums);
   }
 
   // ---- fetching
@@ -299,6 +300,8 @@ class ForwardBlock {
     }
   }
 
+  PANTILE_DEVICE void set_sums_apart(int n) { softmax.set_sums_apart(storage_.earlier_sums, n); }
+
   // Before the exponentials of key tile n.
   template <bool kMasked>
   PANTILE_DEVICE void begin_exponentials(int n) {
@@ -381,10 +384,6 @@ class ForwardBlock {
           }
         }
       }
-    }
-    constexpr int kApart = 16;  // tiles whose weights are summed before they join the others
-    if (n % kApart == 0) {
-      softmax.begin_sums();
     }
   }
 

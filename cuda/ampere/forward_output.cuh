@@ -8,9 +8,10 @@
 #include "ampere/softmax.cuh"
 #include "ampere/storage.cuh"
 #include "attn/max_logit.cuh"
-#include "core/low_bits.h"
+#include "common/quad_transpose.cuh"
 #include "pantile/dtype.h"
 #include "prim/convert.cuh"
+#include "prim/low_bits.cuh"
 #include "prim/special_registers.cuh"
 #include "prim/unpack.cuh"
 #include "prim/warp.cuh"
@@ -20,7 +21,7 @@ namespace pantile::ampere {
 
 template <class Config, DType kDType>
 class ForwardOutput {
-  using Storage = ReferenceStorage<Config>;
+  using Storage = SummedStorage<Config>;
   using Softmax = SoftmaxRows<Config, kDType>;
   using VRows = tile::SwizzledRows<Config::kHeadDimV>;
   static constexpr int kRowTiles = Config::kRowTiles;
@@ -40,24 +41,23 @@ class ForwardOutput {
     char* const rows = reinterpret_cast<char*>(storage_.q + warp_row * Config::kHeadDim);
     float* const lse = lse_rows(work);
     int largest = attn::kSmallestLogit;
-    if constexpr (Softmax::kRoundsLogits) {
-      Softmax::Large::take_references(softmax_, storage_.references);
-    }
+    softmax_.take_earlier_sums(storage_.earlier_sums);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
+      float normaliser[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         softmax_.finish_row(m, r);
-        const float normaliser = softmax_.normaliser(m, r);
+        normaliser[r] = softmax_.normaliser(m, r);
         const int row = m * 16 + r * 8 + lane / 4;
         if (params_.output_f32) {
-          store_float32(work, first + row, m, r, normaliser);
+          store_float32(work, first + row, m, r, normaliser[r]);
         }
 #pragma unroll
         for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
           *reinterpret_cast<std::uint32_t*>(rows + VRows::offset(row, j) + lane % 4 * 4) =
-              prim::pack<kDType>(softmax_.o[m][j][2 * r] * normaliser,
-                                 softmax_.o[m][j][2 * r + 1] * normaliser);
+              prim::pack<kDType>(softmax_.o[m][j][2 * r] * normaliser[r],
+                                 softmax_.o[m][j][2 * r + 1] * normaliser[r]);
         }
         if (first + row < work.sequence.length) {
           largest = max(largest, softmax_.max_logit(m, r, params_.references));
@@ -66,6 +66,9 @@ class ForwardOutput {
           lse[first + row] =
               first + row < work.sequence.length ? softmax_.log_sum_exp(m, r) : -INFINITY;
         }
+      }
+      if (params_.o_low != nullptr) {
+        store_low_bits(work, first + m * 16 + lane / 4, m, normaliser);
       }
     }
     if (params_.max_logit != nullptr) {
@@ -89,9 +92,6 @@ class ForwardOutput {
         }
         *reinterpret_cast<uint4*>(o.rows + (first + row) * o.stride + chunk * 8) = value;
       }
-    }
-    if (params_.o_low != nullptr) {
-      store_low_bits(work, rows, warp_row);
     }
   }
 
@@ -130,45 +130,35 @@ class ForwardOutput {
     }
   }
 
-  // What the 16-bit O lacks, by way of the rows that O has left. Chunks of 8 bytes are permuted
-  // like those of SwizzledRows, against bank conflicts.
-  PANTILE_DEVICE void store_low_bits(const ForwardWork& work, char* rows, int warp_row) const {
-    constexpr int kShift = kDType == DType::bf16 ? core::kLowShiftBf16 : core::kLowShiftF16;
-    constexpr int kRowBytes = Config::kHeadDimV;
-    constexpr int kTwist = VRows::kGroup - 1;
-    const int lane = prim::fresh_thread_index() % 32;
-    __syncwarp();
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float normaliser = softmax_.normaliser(m, r);
-        const int row = m * 16 + r * 8 + lane / 4;
-#pragma unroll
-        for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
-          const float x = softmax_.o[m][j][2 * r] * normaliser;
-          const float y = softmax_.o[m][j][2 * r + 1] * normaliser;
-          const float2 rounded = prim::unpack<kDType>(prim::pack<kDType>(x, y));
-          *reinterpret_cast<char2*>(rows + row * kRowBytes + (j ^ (row & kTwist)) * 8 +
-                                    lane % 4 * 2) =
-              make_char2(core::low_bits<kShift>(x, rounded.x),
-                         core::low_bits<kShift>(y, rounded.y));
-        }
-      }
-    }
-    __syncwarp();
-    const int first = work.row0 + warp_row;
+  // What the 16-bit O lacks in two rows, 8 apart; `row`: the upper one, in the sequence. The lanes
+  // of a quad hold two columns of every eight, and trade them so that each writes eight
+  // neighbouring bytes of both rows, a quad one sector.
+  PANTILE_DEVICE void store_low_bits(const ForwardWork& work, int row, int m,
+                                     const float (&normaliser)[2]) const {
+    static_assert(Config::kHeadDimV % 32 == 0);
     const std::int64_t rows_before =
         params_.lse_packed ? work.sequence.first : work.sequence.batch * params_.lse_head_stride;
-    constexpr int kChunks = kRowBytes / 8;
-    for (int i = lane; i < Config::kWarpRows * kChunks; i += 32) {
-      const int row = i / kChunks;
-      const int chunk = i % kChunks;
-      if (first + row < work.sequence.length && chunk * 8 < params_.head_dim_v) {
-        const std::int64_t to =
-            ((rows_before + first + row) * params_.heads_q + work.head) * params_.head_dim_v;
-        *reinterpret_cast<uint2*>(params_.o_low + to + chunk * 8) =
-            *reinterpret_cast<const uint2*>(rows + row * kRowBytes + (chunk ^ (row & kTwist)) * 8);
+    const std::int64_t row_bytes = std::int64_t{params_.heads_q} * params_.head_dim_v;
+    const int column = prim::fresh_thread_index() % 4 * 8;
+    std::int8_t* const to = params_.o_low + (rows_before + row) * row_bytes +
+                            std::int64_t{work.head} * params_.head_dim_v + column;
+#pragma unroll
+    for (int j = 0; j < Config::kHeadDimV / 8; j += 4) {
+      std::uint32_t words[4];  // two columns of the upper row, then of the lower one
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&x)[4] = softmax_.o[m][j + i];
+        words[i] = prim::low_bits<kDType>(x[2] * normaliser[1], x[3] * normaliser[1], 0);
+        words[i] = prim::low_bits<kDType>(x[0] * normaliser[0], x[1] * normaliser[0], words[i]);
+      }
+      common::quad_transpose(words);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const unsigned pick = r == 0 ? 0x5410 : 0x7632;
+        if (row + 8 * r < work.sequence.length && 8 * j + column < params_.head_dim_v) {
+          *reinterpret_cast<uint2*>(to + 8 * r * row_bytes + 8 * j) = make_uint2(
+              __byte_perm(words[0], words[1], pick), __byte_perm(words[2], words[3], pick));
+        }
       }
     }
   }

@@ -19,15 +19,21 @@ struct ReferenceRules {
   float raise_limit;   // a row that exceeds it takes its maximum for the reference
   float p_offset;      // log2 of P at the maximum
   float shared_reach;  // how far a row's maximum may lie below a reference of 16 rows
-  // 1 / scale, where scores can be large logits at all; from the host, because a quotient in the
-  // kernel would be worked out before its loop and keep a register.
-  float inverse_scale;
 };
 
 // What a row's reference is before its first visible key, negated: finite, so that a row without
 // keys has logits of -inf + this = -inf and P = 0, and no infinity meets another one; and so large
 // that every finite logit outgrows it.
 inline constexpr float kNothingSeen = 0x1.fffffep127f;
+
+// From which reference on a row is NaN. P = exp2(FFMA(score, scale, -reference)), and the FFMA does
+// not round the product, so that the weights of a row are right beside each other however large its
+// logits are. But the reference is a rounded product. It is rounded up, so that P is never larger
+// for it, and all of a row is smaller by one factor of at most 2 to the reference's last place:
+// below 2^30 that is 2^64, which bf16 does not notice, below 2^27 it is 2^8, which leaves f16 its
+// digits.
+template <DType kDType>
+inline constexpr float kReferenceLimit = kDType == DType::bf16 ? 0x1p30f : 0x1p27f;
 
 struct ForwardParams {
   Operand q, k, v, o;

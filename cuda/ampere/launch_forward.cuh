@@ -28,7 +28,6 @@ inline ReferenceRules reference_rules(const SoftmaxOptions& softmax, const Forwa
   rules.raise_limit = limit;
   rules.p_offset = softmax.p_max_offset;
   rules.shared_reach = shared_reach(softmax, p.dtype);
-  rules.inverse_scale = 1.0f / logit_scale(p.scale);
   return rules;
 }
 
@@ -67,7 +66,7 @@ template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, ForwardTile
 Status launch_forward_tile(ForwardParams params, const ForwardPlan& plan, cudaStream_t stream) {
   constexpr int kSharedBytes = forward_shared_bytes(kTile, kHeadDim, kHeadDimV);
   using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile, softmax_kind(kSoftmax), kLongRows>;
-  static_assert(sizeof(ReferenceStorage<Config>) == kSharedBytes);
+  static_assert(sizeof(SummedStorage<Config>) == kSharedBytes);
   params.q_pass_bytes = params.q.seq * Config::QCopy::kPassRows * 2;
   params.k_pass_bytes = params.k.seq * Config::KCopy::kPassRows * 2;
   params.v_pass_bytes = params.v.seq * Config::VCopy::kPassRows * 2;

@@ -15,7 +15,6 @@
 #include <cstdint>
 
 #include "ampere/forward_params.cuh"
-#include "ampere/large_logits.cuh"
 #include "attn/max_logit.cuh"
 #include "attn/tensor_softmax.cuh"
 #include "core/softmax_state.h"
@@ -24,26 +23,28 @@
 #include "prim/math.cuh"
 #include "prim/special_registers.cuh"
 #include "prim/warp.cuh"
+#include "tile/row_reduce.cuh"
 
 namespace pantile::ampere {
 
 template <class Config, DType kDType>
 struct SoftmaxRows {
   static constexpr SoftmaxKind kKind = Config::kSoftmax;
-  static constexpr int kWarpRows = Config::kWarpRows;
   static constexpr int kRowTiles = Config::kRowTiles;
   static constexpr int kKeyTiles = Config::kTileK / 8;
   static constexpr int kValueTiles = Config::kHeadDimV / 8;
   static constexpr int kSums = kKind.row_sum == RowSum::vector ? 2 : 4;
-  using Large = LargeLogits<SoftmaxRows>;
-  // Not where logits are not exact anyhow.
-  static constexpr bool kRoundsLogits = kKind.tensor_quarters == 0 && !kKind.fast_scale;
+  // Every kApart key tiles fp32 sums begin anew: a lane adds up a quarter of its row, and beside a
+  // weight of 1 those below 2^-24 would all be lost (2e-4 of the sum, seen at 131,072 keys). Sums
+  // of earlier tiles lie in shared memory, one a row, because the loops have no registers left.
+  // Only the first lane of a quad goes there.
+  static constexpr bool kSumsApart = kKind.row_sum == RowSum::vector;
+  static constexpr int kApart = 16;
   using Scores = float[kRowTiles][kKeyTiles][4];
   using Weights = std::uint32_t[kRowTiles][4];  // P of 16 keys, the A operand of P V
 
   float o[kRowTiles][kValueTiles][4];
   float row_sum[kRowTiles][kSums];  // RowSum says what they are
-  float earlier_sum[kRowTiles][2];  // long rows: of the key tiles before row_sum began anew
   float minus_max[kRowTiles][2];    // minus the row's reference logit
   float tile_max[kRowTiles][2];  // of the scores that this lane holds: of one key tile, or with a
                                  // shared reference of all so far
@@ -67,7 +68,6 @@ struct SoftmaxRows {
       for (float& sum : row_sum[m]) {
         sum = 0.0f;
       }
-      earlier_sum[m][0] = earlier_sum[m][1] = 0.0f;
       minus_max[m][0] = minus_max[m][1] = kKind.fast_scale ? 0.0f : kNothingSeen;
       if constexpr (kKind.fast_scale) {
         room[m][0] = room[m][1] = -INFINITY;
@@ -123,11 +123,10 @@ struct SoftmaxRows {
     }
   }
 
-  // After the maxima of a key tile are taken, before its exponentials. shared_references: in shared
-  // memory, of the block's rows; for warps with large logits only.
+  // After the maxima of a key tile are taken, before its exponentials.
   PANTILE_DEVICE void raise_references(Scores& s, const ReferenceRules& rules,
-                                       float* shared_references) {
-    bool outgrown = kRoundsLogits && Large::met(*this);
+                                       float* earlier_sums) {
+    bool outgrown = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -138,12 +137,6 @@ struct SoftmaxRows {
       }
     }
     if (__any_sync(prim::kAllLanes, outgrown)) {
-      if constexpr (kRoundsLogits) {
-        if (Large::meets(*this)) {
-          Large::raise(*this, s, rules, shared_references);
-          return;
-        }
-      }
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         if constexpr (kKind.shared_reference) {
@@ -154,6 +147,7 @@ struct SoftmaxRows {
           const float second = kKind.fast_scale ? lower_scores(s, m, 1, rules)
                                                 : raise_reference(m, 1, row_max(m, 1), rules);
           scale_sums(m, first, second);
+          scale_earlier_sums(m, first, second, earlier_sums);
           scale_output(m, first, second);
         }
       }
@@ -218,30 +212,45 @@ struct SoftmaxRows {
     }
   }
 
-  // Between key tiles of long rows: what follows is summed apart, so that a weight that stands out
-  // does not swallow a million small ones.
-  PANTILE_DEVICE void begin_sums() {
+  // earlier_sums: of the block's rows. Before the first key tile.
+  PANTILE_DEVICE static void clear_earlier_sums(float* earlier_sums) {
+    for_earlier_sums(earlier_sums, [](float& earlier, int, int) { earlier = 0.0f; });
+  }
+
+  // Between the exponentials of two key tiles; n is one of them, and always the same of the two.
+  PANTILE_DEVICE void set_sums_apart(float* earlier_sums, int n) {
+    if (kSumsApart && n % kApart == kApart - 1) {
+      float sums[kRowTiles][2];
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      earlier_sum[m][0] += row_sum[m][0];
-      earlier_sum[m][1] += row_sum[m][kSums / 2];
+      for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (float& sum : row_sum[m]) {
-        sum = 0.0f;
+        for (int r = 0; r < 2; ++r) {
+          sums[m][r] = tile::quad_sum(row_sum[m][r]);
+          row_sum[m][r] = 0.0f;
+        }
       }
+      for_earlier_sums(earlier_sums, [&](float& earlier, int m, int r) { earlier += sums[m][r]; });
     }
   }
 
-  // Joins the partial sums of a row, by all lanes, once. The row's sum is total(m, r) from then on.
+  // After the last key tile.
+  PANTILE_DEVICE void take_earlier_sums(float* earlier_sums) {
+    for_earlier_sums(earlier_sums, [&](float& earlier, int m, int r) { row_sum[m][r] += earlier; });
+  }
+
+  // Joins the partial sums of a row, by all lanes, once. The row's sum is total(m, r) from then on:
+  // NaN if the row's logits are too large.
   PANTILE_DEVICE void finish_row(int m, int r) {
+    const int at = kKind.row_sum == RowSum::operand ? 2 * r : r;
+    float sum = row_sum[m][at];
     if constexpr (kKind.row_sum == RowSum::vector) {
-      float sum = row_sum[m][r] + earlier_sum[m][r];
-      sum += __shfl_xor_sync(prim::kAllLanes, sum, 1);
-      sum += __shfl_xor_sync(prim::kAllLanes, sum, 2);
-      row_sum[m][r] = sum;
-    } else if constexpr (kKind.row_sum == RowSum::operand) {
-      row_sum[m][2 * r] += earlier_sum[m][r];
+      sum = tile::quad_sum(sum);
     }
+    const float reference = minus_max[m][r];
+    if (fabsf(reference) >= kReferenceLimit<kDType> && reference != kNothingSeen) {
+      sum = NAN;
+    }
+    row_sum[m][at] = sum;
   }
 
   PANTILE_DEVICE float total(int m, int r) const {
@@ -284,10 +293,6 @@ struct SoftmaxRows {
   }
 
   PANTILE_DEVICE void scale_sums(int m, float first, float second) {
-    if constexpr (Config::kLongRows) {
-      earlier_sum[m][0] *= first;
-      earlier_sum[m][1] *= second;
-    }
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
       const int r = kKind.row_sum == RowSum::operand ? i / 2 : i % 2;
@@ -306,6 +311,30 @@ struct SoftmaxRows {
   }
 
  private:
+  template <class Function>
+  PANTILE_DEVICE static void for_earlier_sums(float* earlier_sums, Function function) {
+    const int thread = prim::fresh_thread_index();
+    if (kSumsApart && thread % 4 == 0) {
+      float* const rows = earlier_sums + thread / 32 * Config::kWarpRows + thread % 32 / 4;
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          function(rows[m * 16 + r * 8], m, r);
+        }
+      }
+    }
+  }
+
+  PANTILE_DEVICE static void scale_earlier_sums(int m, float first, float second,
+                                                float* earlier_sums) {
+    for_earlier_sums(earlier_sums, [&](float& earlier, int at, int r) {
+      if (at == m) {
+        earlier *= r == 0 ? first : second;
+      }
+    });
+  }
+
   // The products of an unmasked tile, which values that are not finite keep out of: in a tensor
   // product they would meet the zeros of other rows.
   PANTILE_DEVICE void scale_finite(float (&x)[4], int m) const {
@@ -338,10 +367,8 @@ struct SoftmaxRows {
   PANTILE_DEVICE float raise_reference(int m, int r, float most, const ReferenceRules& rules) {
     const float before = minus_max[m][r];
     if (fmaf(most, scale, before) > rules.raise_limit) {
-      minus_max[m][r] = rules.p_offset - most * scale;
-      if (kRoundsLogits && minus_max[m][r] == kReferencesAreShared) {
-        minus_max[m][r] = 0.0f;
-      }
+      // Down, so that P at the maximum is never above 2^p_offset.
+      minus_max[m][r] = __fmaf_rd(-most, scale, rules.p_offset);
     }
     return prim::exp2_approx(minus_max[m][r] - before);
   }

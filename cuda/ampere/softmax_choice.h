@@ -36,6 +36,18 @@ constexpr ForwardSoftmax forward_softmax(const SoftmaxOptions& softmax) {
   }
 }
 
+// An f16 weight below 2^-25 is 0: beside a weight of 1, n of them lose up to n * 2^-25 of O, which
+// f16 resolves from n = 2^14 on. Rows with more keys than that have a largest weight of 2^7, all
+// that a threshold of 8 leaves of f16's range, unless the caller chose an offset.
+inline constexpr std::int64_t kManyF16Keys = 16384;
+
+constexpr float many_keys_offset(const SoftmaxOptions& softmax) {
+  constexpr float kMostAboveReference = 15.0f;  // f16 ends at 2^16
+  constexpr float kOffset = 7.0f;
+  const float room = kMostAboveReference - softmax.rescale_threshold;
+  return room < kOffset ? room : kOffset;
+}
+
 // The options of a problem that the row serves, with nothing left automatic.
 constexpr SoftmaxOptions complete_softmax(const KernelInfo& row, const ForwardProblem& problem) {
   SoftmaxOptions softmax = problem.softmax;
@@ -48,6 +60,10 @@ constexpr SoftmaxOptions complete_softmax(const KernelInfo& row, const ForwardPr
   }
   if (problem.wants_max_logit) {
     softmax.rescale_threshold = 0.0f;  // then a row's reference is its maximum
+  }
+  if (row.dtype == DType::f16 && problem.seqlen_k > kManyF16Keys &&
+      softmax.mode == SoftmaxMode::exact && softmax.p_max_offset == 0.0f) {
+    softmax.p_max_offset = many_keys_offset(softmax);
   }
   return softmax;
 }

@@ -29,10 +29,10 @@ struct ForwardStorage {
   alignas(kWorkBytes) ForwardWork work;
 };
 
-// With the references of rows whose warps have met large logits (large_logits.cuh).
+// With the row sums of earlier key tiles (softmax.cuh).
 template <class Config>
-struct ReferenceStorage : ForwardStorage<Config> {
-  float references[Config::kTileQ];
+struct SummedStorage : ForwardStorage<Config> {
+  float earlier_sums[Config::kTileQ];
 };
 
 // What a block of the backward works on. It lies in shared memory because the loop has no registers

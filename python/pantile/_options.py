@@ -104,7 +104,8 @@ class Options:
     rescale_threshold: how much a row's maximum may grow, as a power of two, before its output is
         rescaled: 0 (after every key tile) to 15. GPUs only.
     p_max_offset: the largest weight of a row is 2 to this power before it is rounded; with
-        ``rescale_threshold`` at most 15. GPUs only.
+        ``rescale_threshold`` at most 15. 0 is the backend's choice: 1, but 2 to the power of 7 in
+        float16 rows of more than 16,384 keys on Ampere kernels. GPUs only.
     min_exponent_log2: how far below a shared reference a row's maximum may lie, as a power of two:
         -126 to 0. float16 never uses more than -10.
     """

@@ -54,9 +54,9 @@ struct SoftmaxRows<Reduced<Base, kLeftOut>, kDType> : SoftmaxRows<Base, kDType> 
     }
   }
   PANTILE_DEVICE void raise_references(Scores& s, const ReferenceRules& rules,
-                                       float* shared_references) {
+                                       float* earlier_sums) {
     if constexpr (!without(Stage::rescale) && !without(Stage::max)) {
-      Whole::raise_references(s, rules, shared_references);
+      Whole::raise_references(s, rules, earlier_sums);
     } else if constexpr (!without(Stage::max)) {
 #pragma unroll
       for (int m = 0; m < Whole::kRowTiles; ++m) {  // maxima are not to be optimised away
@@ -150,7 +150,7 @@ double milliseconds(ForwardPlan plan, const Tensors& tensors) {
   plan.tile_q = Config::kTileQ;
   const int blocks = forward_order(plan.problem, plan.device, Config::kTileQ).count();
   ForwardParams params = forward_params(plan, tensors.pointers);
-  constexpr int kSharedBytes = sizeof(ReferenceStorage<Config>);
+  constexpr int kSharedBytes = sizeof(SummedStorage<Config>);
   params.q_pass_bytes = params.q.seq * Config::QCopy::kPassRows * 2;
   params.k_pass_bytes = params.k.seq * Config::KCopy::kPassRows * 2;
   params.v_pass_bytes = params.v.seq * Config::VCopy::kPassRows * 2;

@@ -64,6 +64,27 @@ TEST(Softmax, AutomaticSumsLongRowsOnVectorUnits) {
   EXPECT_EQ(completed(DType::f16, 64, MaskKind::full, p).unit, kTensor);
 }
 
+// Weights below 2^-25 of an f16 row's largest would be 0.
+TEST(Softmax, ManyF16KeysGetLargerWeights) {
+  ForwardProblem p = problem_of(64, false);
+  p.seqlen_k = ampere::kManyF16Keys;
+  EXPECT_EQ(completed(DType::f16, 64, MaskKind::full, p).p_max_offset, 0.0f);
+  ++p.seqlen_k;
+  EXPECT_EQ(completed(DType::f16, 64, MaskKind::full, p).p_max_offset, 7.0f);
+  EXPECT_EQ(completed(DType::bf16, 64, MaskKind::full, p).p_max_offset, 0.0f);
+  p.softmax.rescale_threshold = 12.0f;  // together at most 2^15
+  EXPECT_EQ(completed(DType::f16, 64, MaskKind::full, p).p_max_offset, 3.0f);
+  p.softmax.p_max_offset = 2.0f;  // asked for
+  EXPECT_EQ(completed(DType::f16, 64, MaskKind::full, p).p_max_offset, 2.0f);
+  p.softmax = SoftmaxOptions{};
+  p.wants_max_logit = true;
+  EXPECT_EQ(completed(DType::f16, 64, MaskKind::full, p).p_max_offset, 7.0f);
+  p.wants_max_logit = false;
+  p.softmax.unit = kTensor;
+  p.softmax.mode = SoftmaxMode::surrogate;
+  EXPECT_EQ(completed(DType::f16, 64, MaskKind::full, p).p_max_offset, 0.0f);
+}
+
 TEST(Softmax, ScoresAreMultipliedByAPositiveFiniteNumber) {
   constexpr float kSmallest = std::numeric_limits<float>::denorm_min();
   constexpr float kLargest = std::numeric_limits<float>::max();

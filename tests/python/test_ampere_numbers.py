@@ -1,7 +1,9 @@
-"""Ends of the range on the Ampere backend: huge logits, scales at and near zero, very long rows,
+"""Ends of the range on the Ampere backend: large logits, scales at and near zero, very long rows,
 what is not finite beside softmax trials, and the low bits of O."""
 
 from __future__ import annotations
+
+import math
 
 import pantile
 import pytest
@@ -28,57 +30,115 @@ def small_integers(shape, low: int, high: int, seed: int) -> torch.Tensor:
     return torch.randint(low, high, shape, generator=generator).double()
 
 
+def as_float32(x: float) -> float:
+    """What a kernel is told of it."""
+    return float(torch.tensor(x, dtype=torch.float32))
+
+
 def textbook(case, dtype=torch.float64):
     """(o, lse) of the reference; a row whose keys are all hidden is left out by the caller."""
     return case.expected(*case.operands, dtype)
 
 
-# ---- scores of any finite size
+# ---- large scores
+
+# Base-2 logits from which on a row of the 16-bit kernels is NaN (docs/numerics.md).
+LIMITS = {torch.bfloat16: 2.0**30, torch.float16: 2.0**27, torch.float32: torch.inf}
+
+
+def check_rows(case, o, lse) -> torch.Tensor:
+    """Rows within the limit against the reference, the others for NaN; which those are."""
+    bounds = window_bounds(case.arguments.get("causal", False), None)
+    q, k = (x.double().transpose(1, 2) for x in (case.q, case.k))
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
+    mask = reference.visible(q.shape[2], k.shape[2], *bounds, device=q.device)
+    logits = scores.masked_fill(~mask, -torch.inf).amax(-1) * case.arguments["scale"] / math.log(2)
+    limit = LIMITS[case.q.dtype]
+    assert ((logits.abs() / limit - 1).abs() > 1e-5).all()  # no row at the limit itself
+    beyond = logits.abs() > limit
+    assert torch.equal(torch.isnan(lse), beyond)
+    found = o.double().transpose(1, 2)
+    assert torch.isnan(found[beyond]).all()
+    exact, exact_lse = textbook(case)
+    exact = exact.transpose(1, 2)
+    inside = ~beyond
+    if inside.any():
+        most = 3e-7 * exact_lse[inside].abs().max() + 1e-2
+        assert (lse - exact_lse)[inside].abs().max() <= most
+        eps = max(torch.finfo(case.q.dtype).eps, 2**-11)
+        assert (found - exact)[inside].abs().max() <= 2 * eps * exact.abs().max()
+    return beyond
 
 
 @pytest.mark.parametrize("softmax", SOFTMAX)
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("sign", [-1, 1], ids=["negative", "positive"])
-@pytest.mark.parametrize("size", [1e7, 3e9, 1e14, 1e22, 1e31, 1e36])
-def test_scores_of_any_size(dtype, softmax, head_dim, causal, sign, size):
+@pytest.mark.parametrize("size", [1e7, 6e7, 1e8, 5e8, 8e8, 1e14, 1e22, 1e31, 1e36])
+def test_large_scores(dtype, softmax, head_dim, causal, sign, size):
     """Sums of small integers times powers of two are exact in every format, so that equal scores
-    are equal and what remains is the softmax. Scales have 24 bits: their products do not fit."""
+    are equal and what remains is the softmax. Scales have 24 bits: their products do not fit. Some
+    sizes lie on both sides of a limit."""
     case = dense(GPU, dtype, 1, 140, 200, 2, 1, head_dim, causal=causal)
-    reach = 2.0**7 if dtype == torch.float16 else 2.0 ** round(torch.tensor(size).log2().item() / 2)
+    # Q K^T itself stays finite: at most 4 * 192 * 2^118.
+    exponent = 7 if dtype == torch.float16 else min(round(math.log2(size) / 2), 59)
+    reach = 2.0**exponent
     q = small_integers(case.q.shape, 1, 3, 1) * reach
     k = small_integers(case.k.shape, 1, 3, 2) * reach * sign
     k[:, 50:60] = k[:, 50:51]  # ties
     case.q, case.k = q.to(case.q), k.to(case.k)
-    case.arguments["scale"] = float(torch.tensor(size / (2.25 * head_dim * reach * reach)).float())
-    exact, exact_lse = textbook(case)
+    case.arguments["scale"] = as_float32(size / (2.25 * head_dim * reach * reach))
     o, lse = case.ours(
         *case.operands, options=pantile.Options(backend="ampere", **SOFTMAX[softmax])
     )
-    eps = torch.finfo(dtype).eps
-    assert (lse - exact_lse).abs().max() <= 3e-7 * exact_lse.abs().max() + 1e-2
-    assert (o - exact).abs().max() <= 2 * max(eps, 2**-11) * exact.abs().max()
+    beyond = check_rows(case, o, lse)
+    if size * 1.4 / math.log(2) < LIMITS[dtype]:
+        assert not beyond.any()
+    if size > LIMITS[dtype]:
+        assert beyond.all()
 
 
 def test_a_row_changes_from_small_to_large_logits(dtype):
     """Keys are visited from the last to the first; the warp's references move in between."""
-    case = dense(GPU, dtype, 1, 64, 640, 1, 1, 64, scale=0.3)
-    size = 100.0 if dtype == torch.float16 else 2.0**50
+    case = dense(GPU, dtype, 1, 64, 640, 1, 1, 64, scale=as_float32(0.3))
+    size = {torch.float16: 100.0, torch.bfloat16: 2.0**16, torch.float32: 2.0**50}[dtype]
     case.q = small_integers(case.q.shape, 1, 3, 1).to(case.q)
     k = small_integers(case.k.shape, 0, 2, 2) / 64
     k[:, 200:300] = -small_integers(k[:, 200:300].shape, 1, 3, 3) * size * 128
     k[:, 100:110] = size * 256  # the largest of all, in a later tile
     case.k = k.to(case.k)
-    exact, exact_lse = textbook(case)
-    o, lse = case.ours(*case.operands, options=GPU.options)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=3e-7, atol=1e-2)
-    torch.testing.assert_close(o.double(), exact, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    assert not check_rows(case, *case.ours(*case.operands, options=GPU.options)).any()
     # And rows that see none of the large ones, beside them in a warp.
     case.q[:, 1::2] = 0
-    exact, exact_lse = textbook(case)
+    assert not check_rows(case, *case.ours(*case.operands, options=GPU.options)).any()
+
+
+def test_keys_that_come_first_and_lie_far_below(dtype):
+    """Their logits are beyond the limit, those of the keys that come later are not: what the first
+    ones left, a sum of 0, makes way."""
+    case = dense(GPU, dtype, 1, 64, 640, 1, 1, 64, scale=1.0)
+    far = 3e4 if dtype == torch.float16 else 2.0**60
+    case.q = (small_integers(case.q.shape, 1, 3, 1) * 128).to(case.q)
+    k = small_integers(case.k.shape, 0, 2, 2) / 1024
+    k[:, 500:] = -small_integers(k[:, 500:].shape, 1, 3, 3) * far
+    case.k = k.to(case.k)
+    assert not check_rows(case, *case.ours(*case.operands, options=GPU.options)).any()
+
+
+def test_scores_that_overflow_are_not_silent():
+    """Logits beyond fp32: rows of large positive ones are NaN; what overflows to -inf has no
+    weight, as in the textbook."""
+    case = dense(GPU, torch.bfloat16, 1, 64, 200, 1, 1, 64, scale=8.0)
+    case.q = torch.full_like(case.q, 2.0**60)  # Q K^T is 2^125, times scale * log2(e) 2^128.5
+    case.k[:, :] = 2.0**59
     o, lse = case.ours(*case.operands, options=GPU.options)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=3e-7, atol=1e-2)
-    torch.testing.assert_close(o.double(), exact, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    assert torch.isnan(o).all()
+    assert torch.isnan(lse).all()
+    case.k[:, 1:] *= -1
+    case.k[:, 0] = 0
+    o, lse = case.ours(*case.operands, options=GPU.options)
+    assert torch.equal(lse, torch.zeros_like(lse))
+    assert torch.equal(o, case.v[:, :1].expand_as(o))
 
 
 # ---- the scale
@@ -87,7 +147,9 @@ def test_a_row_changes_from_small_to_large_logits(dtype):
 @pytest.mark.parametrize("scale", [0.0, -0.0, 1e-45, 1e-38, -3e-36, 1e-31])
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_scales_at_and_near_zero(dtype, scale, head_dim):
-    """With scores before the scale of 1e31 and more, where the dtype has such."""
+    """With scores before the scale of 1e31 and more, where the dtype has such. A scale is a
+    float32: 1e-45 is 1.4e-45."""
+    scale = as_float32(scale)
     case = dense(GPU, dtype, 1, 90, 150, 2, 1, head_dim, causal=True, scale=scale)
     if dtype != torch.float16:
         case.q, case.k = case.q * 1e15, case.k * 1e17
@@ -128,7 +190,8 @@ def test_a_scale_of_zero_keeps_what_is_not_finite(dtype):
 @pytest.mark.parametrize("law", ["flat", "sharp"])
 @pytest.mark.parametrize("name", ["bf16", "f16"])
 def test_a_million_keys(name, head_dim, softmax, law):
-    """Sums of P V and of P where each term is far below the last place of the sum."""
+    """Sums of P V and of P where each term is far below the last place of the sum. A lane adds 256
+    weights before they join the sums of the 1000 groups before: as many roundings of 2^-24."""
     dtype = DTYPES[name]
     keys = 1_000_000
     case = dense(GPU, dtype, 1, 40, keys, 1, 1, head_dim)
@@ -144,6 +207,26 @@ def test_a_million_keys(name, head_dim, softmax, law):
     eps = torch.finfo(dtype).eps
     for output in (o, plain):
         assert (output - exact).abs().max() <= 1.5 * eps * exact.abs().max()
+    assert (lse - exact_lse).abs().max() <= 1256 * 2**-24
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("softmax", SOFTMAX)
+def test_f16_weights_below_its_smallest_number(head_dim, softmax):
+    """One weight of 1, and 131,071 of about 2^-25.4 that are 3 thousandths together. All but a few
+    round to 0 in f16, unless the largest weight is more than 1."""
+    keys = 131_072
+    case = dense(GPU, torch.float16, 1, 40, keys, 1, 1, head_dim)
+    case.v = case.v + 1
+    case.k = case.k / 64
+    case.q[:] = case.q[:, :1].sign() * 8
+    case.k[:, keys - 1] = case.q[:, 0] * (17.6 / (64 * head_dim**0.5))
+    options = pantile.Options(backend="ampere", **SOFTMAX[softmax])
+    exact, exact_lse = textbook(case)
+    o, lse = case.ours(*case.operands, options=options)
+    plain = pantile.attention(*case.operands, options=options)
+    for output in (o, plain):
+        assert (output - exact).abs().max() <= torch.finfo(torch.float16).eps * exact.abs().max()
     assert (lse - exact_lse).abs().max() <= 2e-5
 
 

@@ -60,8 +60,9 @@ struct SoftmaxOptions {
   int tensor_quarters = kAutomaticShare;
   bool split_rows = false;
   // Base-2 logits. A row's reference follows its maximum when it grew by more than
-  // rescale_threshold; 0: after every key tile. P at the maximum is 2^p_max_offset. 0 to 15
-  // together. A row may lie min_exponent_log2 (-126 to 0) below a shared reference.
+  // rescale_threshold; 0: after every key tile. P at the maximum is 2^p_max_offset (0: or
+  // what the backend finds better for many f16 keys). 0 to 15 together. A row may lie
+  // min_exponent_log2 (-126 to 0) below a shared reference.
   float rescale_threshold = 8.0f;
   float p_max_offset = 0.0f;
   float min_exponent_log2 = -100.0f;
