@@ -18,7 +18,7 @@ import pathlib
 import sys
 from dataclasses import dataclass
 
-from pantile.bench.sweep import OURS, geometric_mean, is_peer
+from pantile.bench.figures import OURS, is_peer, mean
 
 LEAST_NOISE = 0.03  # what repeated runs of one build differ by, ratios taken
 
@@ -59,7 +59,7 @@ def compare_cell(name: str, before: dict, after: dict) -> Cell:
     squares = [spread(x[OURS]) ** 2 for x in (before, after)]
     drift = None
     if common:
-        drift = geometric_mean([before[n]["ms"] / after[n]["ms"] for n in common])
+        drift = mean([before[n]["ms"] / after[n]["ms"] for n in common])
         change /= drift
         # The mean of several peers is as much steadier.
         squares += [spread(x[n]) ** 2 / len(common) ** 2 for x in (before, after) for n in common]
@@ -76,16 +76,15 @@ def compare(before: dict, after: dict) -> list[Cell]:
 
 def overall(cells: list[Cell]) -> tuple[float, float]:
     """Geometric mean of the changes, and its noise: cells are independent."""
-    mean = geometric_mean([cell.change for cell in cells])
     noise = math.sqrt(sum(cell.noise**2 for cell in cells)) / len(cells)
-    return mean, noise
+    return mean([cell.change for cell in cells]), noise
 
 
 def failures(cells: list[Cell], tolerance: float, cell_tolerance: float) -> list[str]:
-    mean, noise = overall(cells)
+    change, noise = overall(cells)
     problems = []
-    if mean * (1 + noise) < 1 - tolerance:
-        problems.append(f"geometric mean {mean:.3f}, allowed {1 - tolerance:.3f}")
+    if change * (1 + noise) < 1 - tolerance:
+        problems.append(f"geometric mean {change:.3f}, allowed {1 - tolerance:.3f}")
     problems += [
         f"{cell.name}: {cell.change:.3f}, noise {cell.noise:.0%}"
         for cell in cells
@@ -113,11 +112,11 @@ def main() -> None:
             drift = "no common peer" if cell.drift is None else f"peers {cell.drift:.3f}"
             figures = f"{cell.change:7.3f}  noise {cell.noise:5.1%}  {drift:<16}"
             print(f"{cell.verdict:<8}{figures}{cell.name}")
-    mean, noise = overall(cells)
+    change, noise = overall(cells)
     counts = {v: sum(c.verdict == v for c in cells) for v in ("faster", "same", "slower")}
     print(
         f"{len(cells)} cells: {counts['faster']} faster, {counts['same']} the same, "
-        f"{counts['slower']} slower; geometric mean {mean:.3f} +- {noise:.3f}"
+        f"{counts['slower']} slower; geometric mean {change:.3f} +- {noise:.3f}"
     )
     alone = len(set(before) ^ set(after))
     if alone:

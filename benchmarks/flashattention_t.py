@@ -26,7 +26,7 @@ import pantile
 import softmax_cycles
 import torch
 import utilisation
-from pantile.bench import cases, measure, peers, sweep
+from pantile.bench import cases, figures, measure, peers, sweep
 
 BASELINE, AUTO = "vector, always", "auto"
 MODES = {
@@ -251,7 +251,7 @@ def main() -> None:
                 "state_before": measure.gpu_state(),
             }
             found[report] = [header, *run()]
-            sweep.write(arguments.out, [row for rows in found.values() for row in rows])
+            figures.write(arguments.out, [row for rows in found.values() for row in rows])
     print(f"wrote {arguments.out}")
 
 

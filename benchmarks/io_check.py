@@ -17,7 +17,7 @@ import counters
 import pantile
 import torch
 from pantile import io_model
-from pantile.bench import measure, sweep
+from pantile.bench import figures, measure
 
 LIMIT = 0.15
 HEAD_DIM = 128
@@ -123,7 +123,7 @@ def main() -> None:
     state = measure.gpu_state()
     header = {"kind": "run", "commit": measure.commit(), "gpu": name, "state_before": state}
     header["seconds"] = round(time.perf_counter() - started, 1)
-    sweep.write(arguments.out, [header, *rows])
+    figures.write(arguments.out, [header, *rows])
     print(f"wrote {arguments.out}")
     judged = [r for r in rows if not r["implementation"].endswith("backward")]
     outside = [r for r in judged if abs(r["ratio"] - 1) > LIMIT]

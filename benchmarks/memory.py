@@ -25,7 +25,7 @@ import time
 import pantile
 import torch
 from pantile import io_model
-from pantile.bench import measure, sweep
+from pantile.bench import figures, measure
 
 LENGTHS = {"cuda": (16384, 32768, 65536, 262144, 1048576), "cpu": (8192, 16384, 32768)}
 TEXTBOOK = {"cuda": (4096, 8192, 16384, 32768), "cpu": (1024, 2048, 4096)}
@@ -201,7 +201,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     header = {"kind": "run", "commit": measure.commit(), "device": name, "torch": torch.__version__}
     header["seconds"] = round(time.perf_counter() - started, 1)
-    sweep.write(arguments.out, [header, *rows, verdict])
+    figures.write(arguments.out, [header, *rows, verdict])
     print(f"bytes per token: {', '.join(f'{x:.0f}' for x in values)}; wrote {arguments.out}")
     if not verdict["linear"]:
         sys.exit(f"our memory is not linear within {LIMIT:.0%}, or too few lengths ran")

@@ -16,7 +16,7 @@ import time
 
 import counters
 import torch
-from pantile.bench import cases, measure, peers, sweep
+from pantile.bench import cases, figures, measure, peers, sweep
 
 ACTIVE, ELAPSED = "avg.pct_of_peak_sustained_active", "avg.pct_of_peak_sustained_elapsed"
 # column -> metric
@@ -136,7 +136,7 @@ def main() -> None:
         "seconds": round(time.perf_counter() - started, 1),
         "absent": absent,
     }
-    sweep.write(arguments.out, [header, *rows])
+    figures.write(arguments.out, [header, *rows])
     print(f"wrote {arguments.out}")
 
 
