@@ -433,13 +433,17 @@ def rewrite(page: pathlib.Path, new: str, check: bool, how: str) -> int:
     return 1
 
 
+def pages() -> list[pathlib.Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
 def main() -> int:
     check = sys.argv[1:] == ["--check"]
     if sys.argv[1:] and not check:
         print("usage: results_docs.py [--check]")
         return 2
     found, stale, errors = contents(), 0, []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for page in pages():
         name, text = str(page.relative_to(ROOT)), page.read_text()
         errors += misplaced(text, name, found["pages"].pop(name, []))
         if not errors:

@@ -16,7 +16,6 @@ and compares the figures with tools/kernel_budget.json.
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import os
 import pathlib
@@ -257,18 +256,13 @@ def print_kernel(key: str, f: budget.Figures) -> None:
         )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("build", type=pathlib.Path, help="a build folder with CUDA kernels")
-    parser.add_argument("--update", action="store_true", help="make these figures the budget")
-    arguments = parser.parse_args()
+def read_and_print(build: pathlib.Path) -> tuple[dict[str, budget.Figures], list[str]]:
     found: dict[str, budget.Figures] = {}
     errors: list[str] = []
-    rows = budget.row_names(arguments.build)
-    for row in rows:
-        objects = list(arguments.build.rglob(f"{row}.cu.o"))
+    for row in budget.row_names(build):
+        objects = list(build.rglob(f"{row}.cu.o"))
         if len(objects) != 1:
-            raise SystemExit(f"{row}: {len(objects)} objects under {arguments.build}, expected one")
+            raise SystemExit(f"{row}: {len(objects)} objects under {build}, expected one")
         functions = disassemble(objects[0], ARCH[row.split("_")[0]])
         errors += family_errors(row, functions)
         for function in functions:
@@ -279,12 +273,8 @@ def main() -> int:
                 key += "+"
             found[key] = figures(function)
             print_kernel(key, found[key])
-    nvcc = budget.nvcc_release(arguments.build)
-    if arguments.update and not errors:
-        budget.save("sass", nvcc, found)
-    errors += budget.compare("sass", nvcc, found, worse, worse_elsewhere)
-    return budget.finish("sass", errors)
+    return found, errors
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(budget.report("sass", __doc__, read_and_print, worse, worse_elsewhere))

@@ -8,11 +8,12 @@ A page holds the table between the lines
 
 from __future__ import annotations
 
-import pathlib
 import re
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+import results_docs
+
+ROOT = results_docs.ROOT
 BEGIN, END = "<!-- support-matrix: begin -->", "<!-- support-matrix: end -->"
 BACKENDS = {
     "hopper": "`hopper`: H100, H200 (sm_90a)",
@@ -54,10 +55,8 @@ def joined(values: set[str], order: tuple[str, ...] | None = None) -> str:
 def make_table() -> str:
     """One line for each backend, pass and set of masks that serve the same dtypes and head dims."""
     rows = read_rows()
-    lines = [
-        "| backend | pass | element types | head dims (Q, K x V, O) | masks |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    columns = ["backend", "pass", "element types", "head dims (Q, K x V, O)", "masks"]
+    lines = []
     for backend, title in BACKENDS.items():
         for way in ("forward", "backward", "quantize"):
             by_masks: dict[frozenset[str], list[Row]] = {}
@@ -69,13 +68,8 @@ def make_table() -> str:
                 shown = set(MASKS) if "any" in masks else set(masks)
                 types = joined({r[2] for r in group}, DTYPES)
                 dims = joined({r[3] for r in group})
-                lines.append(f"| {title} | {way} | {types} | {dims} | {joined(shown, MASKS)} |")
-    return "\n".join(lines)
-
-
-def pages() -> list[pathlib.Path]:
-    candidates = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [p for p in candidates if p.exists() and BEGIN in p.read_text()]
+                lines.append([title, way, types, dims, joined(shown, MASKS)])
+    return "\n".join(results_docs.table(columns, lines))
 
 
 def main() -> int:
@@ -83,25 +77,13 @@ def main() -> int:
     if sys.argv[1:] and not check:
         print("usage: support_matrix.py [--check]")
         return 2
-    table = make_table()
-    stale = 0
-    for page in pages():
+    table, stale = make_table(), 0
+    for page in results_docs.pages():
         text = page.read_text()
-        before, rest = text.split(BEGIN, 1)
-        after = rest.split(END, 1)[1]
-        new = f"{before}{BEGIN}\n{table}\n{END}{after}"
-        if new != text:
-            stale += 1
-            if check:
-                print(
-                    f"{page.relative_to(ROOT)}: the support matrix is out of date: "
-                    "run tools/support_matrix.py"
-                )
-            else:
-                page.write_text(new)
-                print(f"{page.relative_to(ROOT)}: written")
-    if not pages():
-        print(table)
+        if BEGIN in text:
+            before, rest = text.split(BEGIN, 1)
+            new = f"{before}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
+            stale += results_docs.rewrite(page, new, check, "run tools/support_matrix.py")
     return 1 if check and stale else 0
 
 

@@ -40,6 +40,15 @@ def test_prints_a_table_and_writes_the_results(capsys, tmp_path):
         assert f"{value:.2f}x {best}" in output
 
 
+def test_variants_of_ours_are_measured_or_say_why_not(capsys):
+    words = ["--head-dims", "32", "--lengths", "16", "--masks", "full", "--peers", "math (torch)"]
+    assert bench("--device", "cpu", *words, "--rounds", "1", "--deterministic", "--softmax") == 0
+    output = capsys.readouterr().out
+    assert "pantile, deterministic ms" in output
+    assert "pantile, vector ms" in output
+    assert "absent in 1 of the rows: pantile, surrogate: " in output
+
+
 def test_says_when_there_is_no_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench("--device", "cuda") == command.NOT_POSSIBLE
@@ -126,7 +135,8 @@ def test_progress_is_on_stderr(capsys):
 @pytest.mark.parametrize("suite", ["hopper", "ampere", "cpu"])
 def test_a_suite_gives_what_is_not_given(suite):
     given = {"suite": suite, "only_special": False, "no_special": False, "rounds": 1}
-    given |= {"round_ms": 1.0, "flushed": False, "deterministic": False} | cases.suite(suite)
+    given |= dict.fromkeys(("flushed", "deterministic", "softmax"), False) | {"round_ms": 1.0}
+    given |= cases.suite(suite)
     chosen = command._chosen(given, given["device"])
     special = {"hopper": 7, "ampere": 6, "cpu": 0}[suite]
     assert sum(not figures.is_grid({"case": c.name, "head_dim": c.head_dim}) for c in chosen) == (

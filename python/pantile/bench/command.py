@@ -59,6 +59,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     flag("--only-special", "only its special cases: GQA, window, packed, odd head dims")
     flag("--flushed", "on a GPU: time with a flushed L2 as well")
     flag("--deterministic", "time our deterministic backward as well")
+    flag("--softmax", "time every softmax of the Ampere forward as well")
     add("--rounds", "figures that a median is of (default: 5)", type=int, default=5)
     text = "milliseconds of a contender's round (default: 12)"
     add("--round-ms", text, type=float, default=12.0)
@@ -151,6 +152,7 @@ def setups_of(given: dict, device: str) -> list:
         "round_ms": given["round_ms"],
         "flushed": given["flushed"] and device == "cuda",
         "deterministic": given["deterministic"],
+        "softmax": given["softmax"],
     }
     return [sweep.Setup(dtype=name, **shared) for name in _words("--dtype", dtype, DTYPES)]
 

@@ -37,6 +37,7 @@ class Setup:
     round_ms: float = 12.0
     flushed: bool = False
     deterministic: bool = False  # time our deterministic backward as well
+    softmax: bool = False  # time every softmax of the Ampere forward as well
 
 
 # ---- one case
@@ -62,25 +63,32 @@ def make_problem(case: Case, what: str, setup: Setup) -> Problem:
     return Problem(case, what, q, k, v, grad_o, cu_seqlens)
 
 
-# FP8: other exponentials, the quantiser in every call, and the same call on bfloat16.
-FP8_VARIANTS = tuple(f"{OURS}, {what}" for what in ("mixed", "exp2", "quantising", "bfloat16"))
+# Our variants: what is timed beside ours, by what `pantile bench` is asked for.
+FP8_VARIANTS = ("mixed", "exp2", "quantising", "bfloat16")
+SOFTMAX_VARIANTS = {  # of the Ampere forward (docs/flashattention-t.md)
+    "vector, always": {"softmax": "vector", "rescale_threshold": 0},
+    "vector": {"softmax": "vector"},
+    "tensor": {"softmax": "tensor"},
+    "share 1/4": {"softmax": "tensor", "tensor_share": 0.25},
+    "share 1/2": {"softmax": "tensor", "tensor_share": 0.5},
+    "share 1/2 rows": {"softmax": "tensor", "tensor_share": 0.5, "tensor_split": "rows"},
+    "share 1": {"softmax": "tensor", "tensor_share": 1},
+    "surrogate": {"softmax": "tensor", "softmax_mode": "surrogate"},
+    "fast_scale": {"softmax": "tensor", "softmax_mode": "fast_scale"},
+}
 
 
-def ours_fp8(name: str, problem: Problem, backend: str) -> Contender | str:
-    """Block-scaled, rotated, smoothed operands. But for two of the variants, what quantising costs
-    is not in the time, as for peers."""
+def ours_fp8(name: str, problem: Problem, backend: str, keywords: dict) -> Contender | str:
+    """Block-scaled, rotated, smoothed operands. But for two of the variants (other exponentials,
+    the quantiser in every call, the same call on bfloat16), what quantising costs is not in the
+    time, as for peers."""
     if problem.cu_seqlens is not None:
         return "packed FP8 sequences are not measured"
     if problem.differentiates:
         return "FP8 backward is not measured"
     variant = name.removeprefix(f"{OURS}, ")
     exp = variant if variant in ("mixed", "exp2") else "code"
-    keywords = {
-        "causal": problem.case.causal,
-        "options": pantile.Options(backend=backend, fp8_exp=exp),
-    }
-    if problem.case.window_left is not None:
-        keywords["window"] = (problem.case.window_left, 0)
+    keywords |= {"options": pantile.Options(backend=backend, fp8_exp=exp)}
     source = [x.bfloat16() for x in (problem.q, problem.k, problem.v)]
     quantized = pantile.quantize(*source)
     call = {
@@ -91,28 +99,38 @@ def ours_fp8(name: str, problem: Problem, backend: str) -> Contender | str:
     return peers.contender(name, problem, call, lambda: (call(),))
 
 
-def ours(problem: Problem, backend: str, deterministic: bool = False) -> Contender | str:
-    case = problem.case
-    name = DETERMINISTIC if deterministic else OURS
-    keywords = {"causal": case.causal, "options": pantile.Options(backend=backend)}
-    keywords["deterministic"] = deterministic
+def ours(problem: Problem, backend: str, name: str = OURS) -> Contender | str:
+    """Our call, or the variant of it that the name says, or why there is none."""
+    case, variant = problem.case, name.removeprefix(f"{OURS}, ")
+    keywords: dict = {"causal": case.causal}
     if case.window_left is not None:
         keywords["window"] = (case.window_left, 0)
-    leaves = problem.leaves() if problem.dtype != FP8 else []
-
-    def forward():
-        if problem.cu_seqlens is None:
-            return pantile.attention(*leaves, **keywords)
-        bounds = problem.cu_seqlens
-        longest = case.seqlen
-        return pantile.varlen_attention(*leaves, bounds, bounds, longest, longest, **keywords)
-
     try:
         if problem.dtype == FP8:
-            return ours_fp8(name, problem, backend)
+            return ours_fp8(name, problem, backend, keywords)
+        options = pantile.Options(backend=backend, **SOFTMAX_VARIANTS.get(variant, {}))
+        keywords |= {"options": options, "deterministic": name == DETERMINISTIC}
+        leaves, bounds = problem.leaves(), problem.cu_seqlens
+
+        def forward():
+            if bounds is None:
+                return pantile.attention(*leaves, **keywords)
+            longest = (case.seqlen, case.seqlen)
+            return pantile.varlen_attention(*leaves, bounds, bounds, *longest, **keywords)
+
         return peers.differentiable(name, problem, forward, leaves, problem.grad_o)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         return peers.first_line(error)
+
+
+def variants(what: str, setup: Setup) -> list[str]:
+    names: list[str] = []
+    if what == "forward":
+        names += FP8_VARIANTS if setup.dtype == "float8" else ()
+        names += SOFTMAX_VARIANTS if setup.softmax else ()
+    if what == "backward" and setup.deterministic:
+        return [DETERMINISTIC]
+    return [f"{OURS}, {name}" for name in names]
 
 
 def _figures(contender: Contender, flops: float) -> dict:
@@ -128,15 +146,9 @@ def measure_case(case: Case, what: str, setup: Setup) -> dict:
     """One line of the results file: every contender's milliseconds and TFLOP/s."""
     problem = make_problem(case, what, setup)
     known = peers.of_device(setup.device)
-    candidates: dict[str, Contender | str] = {OURS: ours(problem, setup.backend)}
-    if setup.deterministic and what == "backward":
-        candidates[DETERMINISTIC] = ours(problem, setup.backend, deterministic=True)
-    if problem.dtype == FP8 and what == "forward":
-        for name in FP8_VARIANTS:
-            try:
-                candidates[name] = ours_fp8(name, problem, setup.backend)
-            except (ValueError, NotImplementedError, RuntimeError) as error:
-                candidates[name] = peers.first_line(error)
+    candidates: dict[str, Contender | str] = {
+        name: ours(problem, setup.backend, name) for name in (OURS, *variants(what, setup))
+    }
     for name in setup.peers:
         candidates[name] = known[name](name, problem)
     judge = check.Judge(problem)
