@@ -59,14 +59,10 @@ WORK_NOTES = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
 
 def sources() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split("\n")
-    return sorted(f for f in set(listed) if f.endswith(CODE) and (ROOT / f).exists())
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = set(done.stdout.split("\n"))
+    return sorted(f for f in listed if f.endswith(CODE) and (ROOT / f).exists())
 
 
 def resolve(file: str, included: str) -> str | None:
@@ -134,39 +130,29 @@ def check_functions(file: str, lines: list[str]) -> list[str]:
 
 def check_text(file: str, text: str) -> list[str]:
     lines = text.splitlines()
-    errors = [
-        f"{file}:{n}: {len(line)} columns, at most {COLUMNS}"
-        for n, line in enumerate(lines, 1)
-        if len(line) > COLUMNS
-    ]
     limit = FILE_LINES[pathlib.PurePosixPath(file).suffix]
+    errors = []
+    for number, line in enumerate(lines, 1):
+        where = f"{file}:{number}"
+        if len(line) > COLUMNS:
+            errors.append(f"{where}: {len(line)} columns, at most {COLUMNS}")
+        if file != "tools/check_layers.py" and WORK_NOTES.search(line):
+            errors.append(f"{where}: a work note")
+        if file.startswith("cuda/") and re.search(r"(?<![\w:])printf\(", line):
+            errors.append(f"{where}: printf in a kernel file")
     if len(lines) > limit and not file.startswith("tests/"):
         errors.append(f"{file}: {len(lines)} lines, at most {limit}")
-    if file != "tools/check_layers.py":
-        errors += [
-            f"{file}:{n}: a work note" for n, line in enumerate(lines, 1) if WORK_NOTES.search(line)
-        ]
-    if file.startswith("cuda/"):
-        errors += [
-            f"{file}:{n}: printf in a kernel file"
-            for n, line in enumerate(lines, 1)
-            if re.search(r"(?<![\w:])printf\(", line)
-        ]
     return errors
 
 
 def main() -> int:
-    errors = []
-    files = sources()
+    errors, files = [], sources()
     for file in files:
         text = (ROOT / file).read_text()
         errors += check_text(file, text)
         if file.endswith(CXX):
-            errors += check_includes(file, text)
-            errors += check_functions(file, text.splitlines())
-    for error in errors:
-        print(error)
-    print(f"{len(files)} files, {len(errors)} problems")
+            errors += check_includes(file, text) + check_functions(file, text.splitlines())
+    print(*errors, f"{len(files)} files, {len(errors)} problems", sep="\n")
     return 1 if errors else 0
 
 

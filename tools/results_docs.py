@@ -160,6 +160,8 @@ def records_of(part: dict, page: pathlib.Path) -> list[dict]:
         for line in lines_of(name):
             run = line if line["kind"] == "run" else run
             extra = {"file": name, "link": link(name, page), "run": run}
+            if line["kind"] == "timing":
+                extra["ratio"] = figures.ratio(line["results"]["back_to_back"])[0]
             if line["kind"] == chosen:
                 found.append(run | line | extra)
             elif chosen in run and line is run:
@@ -362,22 +364,6 @@ def headline(part: dict, page: pathlib.Path) -> list[str]:
     return table([*columns, "measured by"], rows)
 
 
-def repeats(part: dict, page: pathlib.Path) -> list[str]:
-    """How far the ratios of two runs of one build differ."""
-    rows = []
-    first, second = part["files"]
-    for what, _, mine in kinds_of(timings(first)):
-        one, two = figures.ratios(mine), figures.ratios(timings(second, what))
-        changes = {case: two[case] / one[case] for case in one if case in two}
-        worst = max(changes, key=lambda case: abs(changes[case] - 1))
-        within = sum(abs(value - 1) <= 0.03 for value in changes.values())
-        files = f"{link(first, page)}, {link(second, page)}"
-        figures_of = [f"{mean(changes.values()):.3f}", f"{within} of {len(changes)}"]
-        rows.append([files, what, *figures_of, f"{changes[worst]:.3f} ({worst})"])
-    columns = ["two runs", "pass", "mean change of the ratio", "within 3 %", "largest change"]
-    return table(columns, rows)
-
-
 def images(part: dict, page: pathlib.Path) -> list[str]:
     return joined([[image(name, title, page)] for name, title in part["images"].items()])
 
@@ -387,7 +373,6 @@ FORMS: dict[str, Callable[[dict, pathlib.Path], list[str]]] = {
     "cells": cells,
     "overview": overview,
     "headline": headline,
-    "repeats": repeats,
     "images": images,
 }
 

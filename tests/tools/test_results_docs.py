@@ -198,15 +198,12 @@ def test_headline_counts_lost_cells_and_may_name_its_only_peer(results):
     assert "1.50x | 1.50x | 0 of 1 | `do y` |" in text
 
 
-def test_two_runs_are_compared_by_their_ratios(results):
-    for i, factor in ((1, 1.0), (2, 1.1)):
-        rows = [
-            timing("d64 full 512", "forward", 512, 1.0 * factor, a=2.0 * factor),
-            timing("d64 full 1024", "forward", 1024, 1.0 * factor, a=2.0),
-        ]
-        write(results / f"x{i}.jsonl", [RUN, *rows])
-    text = rendered(form="repeats", files=["x1.jsonl", "x2.jsonl"])
-    assert "| forward | 0.953 | 1 of 2 | 0.909 (d64 full 1024) |" in text
+def test_a_timing_has_the_ratio_to_its_best_peer(results):
+    rows = [timing("a", "forward", 8, 2.0, x=3.0, y=5.0), timing("b", "forward", 8, 1.0)]
+    write(results / "x.jsonl", [RUN, *rows])
+    columns = {"case": "{case}", "ratio": "{ratio:.1f}"}
+    text = rendered(files=["x.jsonl"], records="timing", columns=columns)
+    assert text.splitlines()[2:] == ["| a | 1.5 |", "| b | nan |"]
 
 
 def test_ratios_are_to_the_best_peer_and_our_variants_are_none():

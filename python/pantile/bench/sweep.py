@@ -118,7 +118,7 @@ def ours(problem: Problem, backend: str, name: str = OURS) -> Contender | str:
             longest = (case.seqlen, case.seqlen)
             return pantile.varlen_attention(*leaves, bounds, bounds, *longest, **keywords)
 
-        return peers.differentiable(name, problem, forward, leaves, problem.grad_o)
+        return peers.differentiable(name, problem, forward, leaves)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         return peers.first_line(error)
 
