@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import pathlib
 import random
+import sys
 from dataclasses import dataclass, replace
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError as error:  # Python 3.10
+else:
     try:
         import tomli as tomllib
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
         raise ModuleNotFoundError("with Python 3.10 the benchmarks need tomli") from error
 
 CATALOGUE = tomllib.loads((pathlib.Path(__file__).parent / "cases.toml").read_text())

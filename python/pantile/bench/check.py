@@ -42,7 +42,8 @@ def sample_of(problem: Problem) -> Sample:
     case = problem.case
     group = case.heads_q // case.heads_k
     heads = slice(case.heads_q - group, case.heads_q)
-    if problem.cu_seqlens is None:
+    at: tuple
+    if case.lengths is None:
         at = (case.batch - 1, slice(None))
     else:
         longest = case.lengths.index(max(case.lengths))

@@ -41,7 +41,7 @@ def ratio(results: dict, peer: str = "") -> tuple[float, str]:
         others = {name: ms for name, ms in others.items() if name == peer}
     if OURS not in results or not others:
         return math.nan, "-"
-    best = min(others, key=others.get)
+    best = min(others, key=lambda name: others[name])
     return others[best] / results[OURS]["ms"], best
 
 
@@ -57,7 +57,7 @@ def summarise(rows: list[dict]) -> list[dict]:
     for what, state in sorted({(r["pass"], state) for r in rows for state in r["results"]}):
         values = ratios([r for r in rows if r["pass"] == what], state)
         if values:
-            worst = min(values, key=values.get)
+            worst = min(values, key=lambda case: values[case])
             lines.append(
                 {
                     "kind": "summary",

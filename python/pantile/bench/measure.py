@@ -135,12 +135,13 @@ def gpu_state() -> dict:
     """Name, driver, clocks, power and temperature as the driver reports them now; empty when it
     does not."""
     fields = ("name", "driver_version", *MONITORED)
-    command, settings = _query(f"--query-gpu={','.join(fields)}"), {"text": True, "timeout": 10}
+    command = _query(f"--query-gpu={','.join(fields)}")
     try:
-        text = subprocess.run(command, capture_output=True, check=True, **settings).stdout
+        done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(fields, (x.strip() for x in text.splitlines()[0].split(",")), strict=True))
+    values = done.stdout.splitlines()[0].split(",")
+    return {name: value.strip() for name, value in zip(fields, values, strict=True)}
 
 
 def summarise_samples(lines: list[str]) -> dict:
@@ -148,11 +149,11 @@ def summarise_samples(lines: list[str]) -> dict:
     (the driver answers "[N/A]" then) are left out."""
     rows = [row for row in (line.split(",") for line in lines) if len(row) == len(MONITORED)]
     found = {}
-    for name, texts in zip(MONITORED, zip(*rows, strict=True), strict=False):
+    for i, name in enumerate(MONITORED):
         values = []
-        for text in texts:
+        for row in rows:
             with contextlib.suppress(ValueError):
-                values.append(float(text))
+                values.append(float(row[i]))
         if values:
             extremes = {"lowest": min(values), "highest": max(values)}
             found[name] = {"median": statistics.median(values)} | extremes
@@ -165,22 +166,21 @@ class Monitor:
 
     def __enter__(self) -> Monitor:
         self.summary: dict = {}
-        try:
+        self._process: subprocess.Popen[str] | None = None
+        with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 _query("-i", "0", f"--query-gpu={','.join(MONITORED)}", "-lms", "200"),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
             )
-        except OSError:
-            self._process = None
         return self
 
     def __exit__(self, *_) -> None:
         if self._process is None:
             return
         self._process.terminate()
-        text, _ = self._process.communicate()
+        text = self._process.communicate()[0]
         self.summary = summarise_samples(text.splitlines())
 
 

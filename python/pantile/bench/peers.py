@@ -256,7 +256,7 @@ def fa3_backward(name: str, problem: Problem) -> Contender | str:
     attributes = {
         "softmax_scale": np.float64(case.head_dim**-0.5),
         "is_causal": case.causal and not windowed,
-        "window_size_left": np.int64(case.window_left if windowed else -1),
+        "window_size_left": np.int64(-1 if case.window_left is None else case.window_left),
         "window_size_right": np.int64(0 if windowed else -1),
     }
     like, f32 = jax.ShapeDtypeStruct, jnp.float32
@@ -279,7 +279,7 @@ def fa3_backward(name: str, problem: Problem) -> Contender | str:
     shapes = (shape_q, shape_k, shape_k, shape_q)
     made = zip(keys, shapes, strict=True)
     q, k, v, g = (jax.random.normal(key, shape, element) for key, shape in made)
-    last = []
+    last: list = []
     try:
         o, lse = forward(q, k, v)
         last[:] = backward(g, q, k, v, o, lse)

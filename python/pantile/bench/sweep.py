@@ -65,7 +65,7 @@ def make_problem(case: Case, what: str, setup: Setup) -> Problem:
 
 # Our variants: what is timed beside ours, by what `pantile bench` is asked for.
 FP8_VARIANTS = ("mixed", "exp2", "quantising", "bfloat16")
-SOFTMAX_VARIANTS = {  # of the Ampere forward (docs/flashattention-t.md)
+SOFTMAX_VARIANTS: dict[str, dict] = {  # of the Ampere forward (docs/flashattention-t.md)
     "vector, always": {"softmax": "vector", "rescale_threshold": 0},
     "vector": {"softmax": "vector"},
     "tensor": {"softmax": "tensor"},
@@ -89,11 +89,11 @@ def ours_fp8(name: str, problem: Problem, backend: str, keywords: dict) -> Conte
     variant = name.removeprefix(f"{OURS}, ")
     exp = variant if variant in ("mixed", "exp2") else "code"
     keywords |= {"options": pantile.Options(backend=backend, fp8_exp=exp)}
-    source = [x.bfloat16() for x in (problem.q, problem.k, problem.v)]
-    quantized = pantile.quantize(*source)
+    q, k, v = (x.bfloat16() for x in (problem.q, problem.k, problem.v))
+    quantized = pantile.quantize(q, k, v)
     call = {
-        "bfloat16": lambda: pantile.attention(*source, **keywords),
-        "quantising": lambda: pantile.attention(pantile.quantize(*source), **keywords),
+        "bfloat16": lambda: pantile.attention(q, k, v, **keywords),
+        "quantising": lambda: pantile.attention(pantile.quantize(q, k, v), **keywords),
     }.get(variant, lambda: pantile.attention(quantized, **keywords))
     call()
     return peers.contender(name, problem, call, lambda: (call(),))
