@@ -89,17 +89,9 @@ def run_one(implementation: str, length: int, device: str) -> dict:
     shape = io_model.Shape(length, length, head_dim, causal=True)
     textbook = implementation == "textbook"
     model = io_model.textbook_peak_bytes if textbook else io_model.pantile_peak_bytes
-    return {
-        "kind": "memory",
-        "device": device,
-        "implementation": implementation,
-        "length": length,
-        "head_dim": head_dim,
-        "peak_bytes": peak - before,
-        "model_bytes": model(shape, training=True),
-        "matrix_bytes": shape.scores_bytes,
-        "seconds": round(seconds, 4),
-    }
+    row = {"kind": "memory", "device": device, "implementation": implementation, "length": length}
+    row |= {"head_dim": head_dim, "peak_bytes": peak - before, "seconds": round(seconds, 4)}
+    return row | {"model_bytes": model(shape, True), "matrix_bytes": shape.scores_bytes}
 
 
 def in_own_process(implementation: str, length: int, device: str) -> dict:

@@ -69,14 +69,14 @@ def library_hash() -> str:
 def facts() -> dict[str, str]:
     import pantile
     import torch
+    from pantile.bench import measure
 
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "commit": commit(),
         "library": library_hash(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
-        "driver": driver.splitlines()[0] if driver else "unknown",
+        "driver": measure.gpu_state().get("driver_version", "unknown"),
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
         "nvcc": str(pantile.build_info().get("nvcc", "")),
     }
