@@ -311,7 +311,8 @@ def test_catalogue_names_are_unique_and_read():
 
 def timing(case: str, ours: float, **others: float) -> dict:
     results = {name: {"ms": ms} for name, ms in {"pantile": ours, **others}.items()}
-    return {"case": case, "pass": "forward", "results": {"back_to_back": results}}
+    row = {"case": case, "pass": "forward", "dtype": "float32"}
+    return row | {"results": {"back_to_back": results}}
 
 
 def test_ratio_is_to_the_fastest_peer():
@@ -347,6 +348,12 @@ def test_summary():
     assert line["cells"] == 2
     assert line["geometric_mean"] == 1.0
     assert (line["worst"], line["worst_case"], line["below_one"]) == (0.5, "y", 1)
+
+
+def test_types_are_summed_up_apart():
+    rows = [timing("x", 1.0, a=2.0), timing("x", 1.0, a=3.0) | {"dtype": "float16"}]
+    found = {line["dtype"]: line["geometric_mean"] for line in figures.summarise(rows)}
+    assert found == {"float32": 2.0, "float16": 3.0}
 
 
 def test_every_absent_peer_has_a_reason(monkeypatch):

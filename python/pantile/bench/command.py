@@ -201,7 +201,7 @@ def _table(lines: list[dict]) -> None:
         print(f"absent in {count} of the rows: {name}: {reason}")
     for line in (line for line in lines if line["kind"] == "summary"):
         print(
-            f"{line['pass']}, {figures.STATES[line['state']]}: geometric mean "
+            f"{line['pass']}, {line['dtype']}, {figures.STATES[line['state']]}: geometric mean "
             f"{line['geometric_mean']:.3f} of the best peer over {line['cells']} cells, worst "
             f"{line['worst']:.3f} ({line['worst_case']}), {line['below_one']} below 1"
         )

@@ -52,24 +52,20 @@ def ratios(rows: list[dict], state: str = "back_to_back", peer: str = "") -> dic
 
 
 def summarise(rows: list[dict]) -> list[dict]:
-    """Geometric mean and worst cell of the ratio to the best peer, per pass and cache state."""
+    """Geometric mean and worst cell of the ratio to the best peer, per pass, type and state."""
+    groups: dict[tuple[str, str, str], list[dict]] = {}
+    for row in rows:
+        for state in row["results"]:
+            groups.setdefault((row["pass"], row["dtype"], state), []).append(row)
     lines = []
-    for what, state in sorted({(r["pass"], state) for r in rows for state in r["results"]}):
-        values = ratios([r for r in rows if r["pass"] == what], state)
+    for (what, dtype, state), mine in sorted(groups.items()):
+        values = ratios(mine, state)
         if values:
             worst = min(values, key=lambda case: values[case])
-            lines.append(
-                {
-                    "kind": "summary",
-                    "pass": what,
-                    "state": state,
-                    "cells": len(values),
-                    "geometric_mean": round(mean(values.values()), 4),
-                    "worst": round(values[worst], 4),
-                    "worst_case": worst,
-                    "below_one": sum(value < 1 for value in values.values()),
-                }
-            )
+            line: dict = {"kind": "summary", "pass": what, "dtype": dtype, "state": state}
+            line |= {"cells": len(values), "geometric_mean": round(mean(values.values()), 4)}
+            line |= {"worst": round(values[worst], 4), "worst_case": worst}
+            lines.append(line | {"below_one": sum(value < 1 for value in values.values())})
     return lines
 
 
