@@ -55,9 +55,10 @@ report:  ## registers, spills, advisories and hot-loop schedules against tools/k
 	else echo "report: this build has no CUDA kernels"; fi
 
 .PHONY: lint
-lint: $(VENV)/ready  ## ruff, clang-format, layers and sizes, pages, links, generated tables
+lint: $(VENV)/ready  ## ruff, mypy, clang-format, layers and sizes, pages, links, tables
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 	$(PY) tools/check_layers.py
 	$(PY) tools/check_links.py

@@ -12,13 +12,12 @@ cell is slower by more than --cell allows."""
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import pathlib
 import sys
 from dataclasses import dataclass
 
-from pantile.bench.sweep import OURS, geometric_mean, is_peer
+from pantile.bench.figures import OURS, is_peer, mean, read
 
 LEAST_NOISE = 0.03  # what repeated runs of one build differ by, ratios taken
 
@@ -39,14 +38,14 @@ class Cell:
         return "same"
 
 
-def read(path: pathlib.Path) -> dict[tuple[str, str, str, str], dict]:
+def results_of(path: pathlib.Path) -> dict[tuple[str, str, str, str], dict]:
     """(case, pass, dtype, cache state) -> {contender: figures}."""
-    found = {}
-    for line in map(json.loads, path.read_text().splitlines()):
-        if line["kind"] == "timing":
-            for state, results in line["results"].items():
-                found[line["case"], line["pass"], line["dtype"], state] = results
-    return found
+    return {
+        (line["case"], line["pass"], line["dtype"], state): results
+        for line in read(path)
+        if line["kind"] == "timing"
+        for state, results in line["results"].items()
+    }
 
 
 def spread(figures: dict) -> float:
@@ -59,7 +58,7 @@ def compare_cell(name: str, before: dict, after: dict) -> Cell:
     squares = [spread(x[OURS]) ** 2 for x in (before, after)]
     drift = None
     if common:
-        drift = geometric_mean([before[n]["ms"] / after[n]["ms"] for n in common])
+        drift = mean([before[n]["ms"] / after[n]["ms"] for n in common])
         change /= drift
         # The mean of several peers is as much steadier.
         squares += [spread(x[n]) ** 2 / len(common) ** 2 for x in (before, after) for n in common]
@@ -76,16 +75,15 @@ def compare(before: dict, after: dict) -> list[Cell]:
 
 def overall(cells: list[Cell]) -> tuple[float, float]:
     """Geometric mean of the changes, and its noise: cells are independent."""
-    mean = geometric_mean([cell.change for cell in cells])
     noise = math.sqrt(sum(cell.noise**2 for cell in cells)) / len(cells)
-    return mean, noise
+    return mean([cell.change for cell in cells]), noise
 
 
 def failures(cells: list[Cell], tolerance: float, cell_tolerance: float) -> list[str]:
-    mean, noise = overall(cells)
+    change, noise = overall(cells)
     problems = []
-    if mean * (1 + noise) < 1 - tolerance:
-        problems.append(f"geometric mean {mean:.3f}, allowed {1 - tolerance:.3f}")
+    if change * (1 + noise) < 1 - tolerance:
+        problems.append(f"geometric mean {change:.3f}, allowed {1 - tolerance:.3f}")
     problems += [
         f"{cell.name}: {cell.change:.3f}, noise {cell.noise:.0%}"
         for cell in cells
@@ -95,35 +93,32 @@ def failures(cells: list[Cell], tolerance: float, cell_tolerance: float) -> list
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     p.add_argument("before", type=pathlib.Path)
     p.add_argument("after", type=pathlib.Path)
     p.add_argument("--tolerance", type=float, default=0.01, help="of the mean; default 0.01")
     p.add_argument("--cell", type=float, default=0.05, help="of one cell; default 0.05")
     p.add_argument("--all", action="store_true", help="also list the cells that stayed the same")
-    arguments = p.parse_args()
-    before, after = read(arguments.before), read(arguments.after)
+    chosen = p.parse_args()
+    before, after = results_of(chosen.before), results_of(chosen.after)
     cells = compare(before, after)
     if not cells:
         sys.exit("the two files have no cell of ours in common")
     for cell in sorted(cells, key=lambda cell: cell.change):
-        if arguments.all or cell.verdict != "same":
+        if chosen.all or cell.verdict != "same":
             drift = "no common peer" if cell.drift is None else f"peers {cell.drift:.3f}"
-            figures = f"{cell.change:7.3f}  noise {cell.noise:5.1%}  {drift:<16}"
-            print(f"{cell.verdict:<8}{figures}{cell.name}")
-    mean, noise = overall(cells)
+            numbers = f"{cell.change:7.3f}  noise {cell.noise:5.1%}  {drift:<16}"
+            print(f"{cell.verdict:<8}{numbers}{cell.name}")
+    change, noise = overall(cells)
     counts = {v: sum(c.verdict == v for c in cells) for v in ("faster", "same", "slower")}
     print(
         f"{len(cells)} cells: {counts['faster']} faster, {counts['same']} the same, "
-        f"{counts['slower']} slower; geometric mean {mean:.3f} +- {noise:.3f}"
+        f"{counts['slower']} slower; geometric mean {change:.3f} +- {noise:.3f}"
     )
-    alone = len(set(before) ^ set(after))
-    if alone:
+    if alone := len(set(before) ^ set(after)):
         print(f"{alone} cells are in one file only")
-    problems = failures(cells, arguments.tolerance, arguments.cell)
-    if problems:
+    if problems := failures(cells, chosen.tolerance, chosen.cell):
         sys.exit("slower: " + "; ".join(problems))
 
 

@@ -2,18 +2,23 @@
 
 A script that wants counters calls itself: `collect` starts it under ncu with the names of its
 cases, and in that process `run_cases` runs them, each twice to warm up and once measured. A spin
-kernel before each case tells them apart in ncu's output."""
+kernel before each case tells them apart in ncu's output. `report` is all of such a script."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import json
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+
+from pantile.bench import figures, measure
 
 MARK = "spin_kernel"  # of torch.cuda._sleep
 ABSENT = "absent case: "  # begins a line that names a case that cannot run, and why
@@ -91,10 +96,6 @@ def collect(names: list[str], metrics: list[str]) -> tuple[dict[str, list[dict]]
     return split(parse(done.stdout, metrics), [n for n in names if n not in absent]), absent
 
 
-def is_child() -> bool:
-    return CHILD in os.environ
-
-
 def run_cases(prepare: Callable[[str], Callable[[], object] | str]) -> None:
     """In the process under ncu: `prepare(name)` gives the call to measure, or why there is none."""
     import torch
@@ -115,3 +116,47 @@ def run_cases(prepare: Callable[[str], Callable[[], object] | str]) -> None:
         cudart.cudaProfilerStop()
         del call
         torch.cuda.empty_cache()
+
+
+def report(
+    doc: str,
+    names: list[str],
+    metrics: list[str],
+    prepare: Callable[[str], Callable[[], object] | str],
+    rows_of: Callable[[dict[str, list[dict]]], list[dict]],
+    out: str,
+) -> list[dict]:
+    """The program of a script: measures the cases, prints the rows and writes them."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=form)
+    path = pathlib.Path("benchmarks/results") / out
+    parser.add_argument("--out", type=pathlib.Path, default=path, help="default: %(default)s")
+    chosen = parser.parse_args()
+    if CHILD in os.environ:
+        run_cases(prepare)
+        sys.exit()
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("this reads the counters of a CUDA GPU, and there is none")
+    started = time.perf_counter()
+    try:
+        found, absent = collect(names, metrics)
+    except CounterError as error:
+        sys.exit(str(error))
+    rows = rows_of(found)
+    header = {
+        "kind": "run",
+        "commit": measure.commit(),
+        "gpu": torch.cuda.get_device_name(),
+        "state_before": measure.gpu_state(),
+        "seconds": round(time.perf_counter() - started, 1),
+        "absent": absent,
+    }
+    figures.write(chosen.out, [header, *rows])
+    for row in rows:
+        print(", ".join(f"{k} {v}" for k, v in row.items() if k not in ("kind", "kernel")))
+    for name, reason in absent.items():
+        print(f"absent: {name}: {reason}")
+    print(f"wrote {chosen.out}")
+    return rows

@@ -1,4 +1,4 @@
-"""The Hopper backend against its peers: FlashAttention-3, cuDNN and torch's flash backend.
+"""The Hopper backend against its peers: `python -m pantile bench --suite hopper`.
 
     FA3_SO=... DEW3_SO=... python benchmarks/hopper.py --out benchmarks/results/h200.jsonl
     python benchmarks/hopper.py --dtype float8 --peers "FA3,cuDNN FP8" --passes forward
@@ -7,9 +7,7 @@
 FA3_SO names FlashAttention-3's torch operator library (forward), DEW3_SO its JAX build (backward);
 a peer that is missing is named in the table."""
 
-from pantile.bench import cases, sweep
+from pantile.bench import command
 
 if __name__ == "__main__":
-    peers = ["FA3", "cuDNN (torch)", "FA2 (torch)"]
-    arguments = sweep.parser(__doc__, peers, "hopper.jsonl").parse_args()
-    sweep.main(arguments, "hopper", lambda: [*cases.special(), cases.varlen()])
+    command.script("hopper")

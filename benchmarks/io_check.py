@@ -8,16 +8,12 @@ against the L2, so that what it still holds at the end of a call does not matter
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 import sys
-import time
 
 import counters
 import pantile
 import torch
 from pantile import io_model
-from pantile.bench import measure, sweep
 
 LIMIT = 0.15
 HEAD_DIM = 128
@@ -91,40 +87,18 @@ def rows_of(found: dict[str, list[dict]], gpu: io_model.Gpu) -> list[dict]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results/io.jsonl")
-    )
-    arguments = parser.parse_args()
-    if counters.is_child():
-        counters.run_cases(prepare)
-        return
-    if not torch.cuda.is_available():
-        sys.exit("this check reads the DRAM counters of a CUDA GPU, and there is none")
+def this_gpu() -> io_model.Gpu:
     name = torch.cuda.get_device_name()
-    gpu = next((g for key, g in io_model.GPUS.items() if key in name), None)
-    if gpu is None:
-        sys.exit(f"{name} is not in the table of pantile.io_model.GPUS")
-    started = time.perf_counter()
-    try:
-        found, _ = counters.collect(list(CASES), [READ, WRITTEN, TIME])
-    except counters.CounterError as error:
-        sys.exit(str(error))
-    rows = rows_of(found, gpu)
-    print(f"{name}: GB read and written, measured (model), and measured / model of the sum")
-    for row in rows:
-        print(
-            f"{row['implementation']:<17} N {row['length']:>6} heads {row['heads']:>4}  "
-            f"read {row['read_bytes'] / 1e9:7.3f} ({row['model_read_bytes'] / 1e9:7.3f})  "
-            f"written {row['written_bytes'] / 1e9:7.3f} ({row['model_written_bytes'] / 1e9:7.3f})"
-            f"  {row['ratio']:.3f}  {row['ms']:.3f} ms"
-        )
-    state = measure.gpu_state()
-    header = {"kind": "run", "commit": measure.commit(), "gpu": name, "state_before": state}
-    header["seconds"] = round(time.perf_counter() - started, 1)
-    sweep.write(arguments.out, [header, *rows])
-    print(f"wrote {arguments.out}")
+    found = next((gpu for key, gpu in io_model.GPUS.items() if key in name), None)
+    return found or sys.exit(f"{name} is not in the table of pantile.io_model.GPUS")
+
+
+def main() -> None:
+    def measured(found: dict[str, list[dict]]) -> list[dict]:
+        return rows_of(found, this_gpu())
+
+    metrics = [READ, WRITTEN, TIME]
+    rows = counters.report(__doc__, list(CASES), metrics, prepare, measured, "io.jsonl")
     judged = [r for r in rows if not r["implementation"].endswith("backward")]
     outside = [r for r in judged if abs(r["ratio"] - 1) > LIMIT]
     if outside:

@@ -3,17 +3,16 @@
     python benchmarks/memory.py --out benchmarks/results/h200_memory.jsonl      # with a CUDA GPU
     python benchmarks/memory.py --device cpu --out build/memory.jsonl
 
-One head, forward and backward. The textbook stores as few matrices as autograd lets it. On a GPU
-the peak of ours is all that torch's allocator had handed out, our workspace included; that of the
-textbook is without what was there before its call (our workspace, cuBLAS's). On the CPU it is the
-growth of the resident memory of a process that runs one length, read from Linux's /proc. The exit
-status is 1 when our bytes per token vary by more than 5 % over the lengths whose tensors dwarf what
-a process needs anyway."""
+One head, forward and backward; each length in a process of its own. The textbook stores as few
+matrices as autograd lets it. On a GPU the peak of ours is all that torch's allocator had handed
+out, our workspace included; that of the textbook is without what was there before its call
+(cuBLAS's workspace). On the CPU it is the growth of the resident memory of the process, read from
+Linux's /proc. The exit status is 1 when our bytes per token vary by more than 5 % over the lengths
+whose tensors dwarf what a process needs anyway."""
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import pathlib
@@ -25,7 +24,7 @@ import time
 import pantile
 import torch
 from pantile import io_model
-from pantile.bench import measure, sweep
+from pantile.bench import figures, measure
 
 LENGTHS = {"cuda": (16384, 32768, 65536, 262144, 1048576), "cpu": (8192, 16384, 32768)}
 TEXTBOOK = {"cuda": (4096, 8192, 16384, 32768), "cpu": (1024, 2048, 4096)}
@@ -40,18 +39,14 @@ def resident(field: str) -> int:
     return int(re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024
 
 
-def start_measuring(implementation: str, device: str) -> int:
-    """Forgets the peak so far; bytes that are there already and do not count."""
+def forget_peak(implementation: str, device: str) -> int:
+    """Bytes that are there already and do not count."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return 0 if implementation == "pantile" else torch.cuda.memory_allocated()
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from VmRSS
     return resident("VmRSS")
-
-
-def peak_bytes(device: str) -> int:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else resident("VmHWM")
 
 
 def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -83,62 +78,38 @@ def run_one(implementation: str, length: int, device: str) -> dict:
     """A short call for what is needed once, then the one that counts."""
     head_dim = HEAD_DIM[device]
     step(implementation, *draw(64, head_dim, device))
-    before = start_measuring(implementation, device)
+    before = forget_peak(implementation, device)
     operands, grad_o = draw(length, head_dim, device)
     started = time.perf_counter()
     step(implementation, operands, grad_o)
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident("VmHWM")
     shape = io_model.Shape(length, length, head_dim, causal=True)
     textbook = implementation == "textbook"
     model = io_model.textbook_peak_bytes if textbook else io_model.pantile_peak_bytes
-    return {
-        "kind": "memory",
-        "device": device,
-        "implementation": implementation,
-        "length": length,
-        "head_dim": head_dim,
-        "peak_bytes": peak_bytes(device) - before,
-        "model_bytes": model(shape, training=True),
-        "matrix_bytes": shape.scores_bytes,
-        "seconds": round(seconds, 4),
-    }
-
-
-def absent(implementation: str, length: int, reason: str) -> dict:
-    row = {"kind": "absent", "implementation": implementation, "length": length}
-    return row | {"reason": reason[:200]}
-
-
-def in_this_process(implementation: str, length: int, device: str) -> dict:
-    gc.collect()
-    torch.cuda.empty_cache()
-    try:
-        return run_one(implementation, length, device)
-    except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
-        return absent(implementation, length, str(error).splitlines()[0])
+    row = {"kind": "memory", "device": device, "implementation": implementation, "length": length}
+    row |= {"head_dim": head_dim, "peak_bytes": peak - before, "seconds": round(seconds, 4)}
+    return row | {"model_bytes": model(shape, True), "matrix_bytes": shape.scores_bytes}
 
 
 def in_own_process(implementation: str, length: int, device: str) -> dict:
+    """A row of a process that runs this length alone, or why it has none."""
     command = [sys.executable, __file__, "--device", device, "--one", implementation, str(length)]
     # Old pages of the allocator would hide growth: hand freed memory back at once.
     environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
-    lines = done.stderr.strip().splitlines()
-    return absent(implementation, length, lines[-1] if lines else f"ended with {done.returncode}")
+    reason = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1][:200]
+    row = {"kind": "absent", "implementation": implementation, "length": length}
+    return row | {"reason": reason}
 
 
 def bytes_per_token(rows: list[dict], device: str) -> list[float]:
-    return [
-        row["peak_bytes"] / row["length"]
-        for row in rows
-        if row.get("implementation") == "pantile"
-        and row["kind"] == "memory"
-        and row["length"] >= LINEAR_FROM[device]
-    ]
+    rows = [row for row in rows if (row["kind"], row["implementation"]) == ("memory", "pantile")]
+    return [r["peak_bytes"] / r["length"] for r in rows if r["length"] >= LINEAR_FROM[device]]
 
 
 def is_linear(values: list[float]) -> bool:
@@ -146,63 +117,47 @@ def is_linear(values: list[float]) -> bool:
     return len(values) > 1 and max(values) <= (1 + LIMIT) * min(values)
 
 
-def print_row(row: dict) -> None:
-    label = f"{row['implementation']:<9} N {row['length']:>8}"
-    if row["kind"] == "absent":
-        print(f"{label}  absent: {row['reason']}", flush=True)
-        return
-    print(
-        f"{label}  peak {row['peak_bytes'] / 2**20:10.1f} MiB  model "
-        f"{row['model_bytes'] / 2**20:10.1f}  one N x N matrix {row['matrix_bytes'] / 2**20:10.1f}"
-        f"  {row['seconds']:8.3f} s",
-        flush=True,
-    )
-
-
-def parse() -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    p.add_argument("--lengths", default="", help="ours, comma-separated")
-    p.add_argument("--textbook-lengths", default="", help="the textbook's, comma-separated")
-    p.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results/memory.jsonl")
-    )
-    p.add_argument("--one", nargs=2, metavar=("IMPLEMENTATION", "LENGTH"), help=argparse.SUPPRESS)
-    return p.parse_args()
-
-
-def numbers(text: str, otherwise: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(x) for x in text.split(",") if x) or otherwise
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in text.split(",") if x)
 
 
 def main() -> None:
-    arguments = parse()
-    there = torch.cuda.is_available()
-    device = arguments.device if arguments.device != "auto" else "cuda" if there else "cpu"
-    if device == "cuda" and not there:
+    form = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    p.add_argument("--device", choices=["cuda", "cpu"], default=there, help="default: %(default)s")
+    p.add_argument("--lengths", type=numbers, help="ours, comma-separated")
+    p.add_argument("--textbook-lengths", type=numbers, help="the textbook's, comma-separated")
+    out = pathlib.Path("benchmarks/results/memory.jsonl")
+    p.add_argument("--out", type=pathlib.Path, default=out, help="default: %(default)s")
+    p.add_argument("--one", nargs=2, metavar=("IMPLEMENTATION", "LENGTH"), help=argparse.SUPPRESS)
+    chosen = p.parse_args()
+    device = chosen.device
+    if device == "cuda" and there == "cpu":
         sys.exit("--device cuda: torch sees no CUDA device")
-    if arguments.one:
-        print(json.dumps(run_one(arguments.one[0], int(arguments.one[1]), device)))
+    if chosen.one:
+        print(json.dumps(run_one(chosen.one[0], int(chosen.one[1]), device)))
         return
-    rows = []
     started = time.perf_counter()
-    # Ours first: the textbook makes cuBLAS take a workspace, which stays.
-    chosen = [("pantile", n) for n in numbers(arguments.lengths, LENGTHS[device])]
-    chosen += [("textbook", n) for n in numbers(arguments.textbook_lengths, TEXTBOOK[device])]
-    print(f"{device}, bf16, causal, one head of dim {HEAD_DIM[device]}, forward and backward")
-    run = in_this_process if device == "cuda" else in_own_process
-    for implementation, length in chosen:
-        rows.append(run(implementation, length, device))
-        print_row(rows[-1])
+    print(f"{device}, bf16, causal, one head of dim {HEAD_DIM[device]}, forward and backward; MiB")
+    cases = [("pantile", n) for n in chosen.lengths or LENGTHS[device]]
+    cases += [("textbook", n) for n in chosen.textbook_lengths or TEXTBOOK[device]]
+    rows = []
+    for implementation, length in cases:
+        row = in_own_process(implementation, length, device)
+        rows.append(row)
+        text = row.get("reason") or (
+            f"peak {row['peak_bytes'] / 2**20:10.1f}  model {row['model_bytes'] / 2**20:10.1f}"
+            f"  one N x N matrix {row['matrix_bytes'] / 2**20:10.1f}"
+        )
+        print(f"{implementation:<9} N {length:>8}  {text}", flush=True)
     values = bytes_per_token(rows, device)
     verdict = {"kind": "verdict", "bytes_per_token": values, "linear": is_linear(values)}
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     header = {"kind": "run", "commit": measure.commit(), "device": name, "torch": torch.__version__}
     header["seconds"] = round(time.perf_counter() - started, 1)
-    sweep.write(arguments.out, [header, *rows, verdict])
-    print(f"bytes per token: {', '.join(f'{x:.0f}' for x in values)}; wrote {arguments.out}")
+    figures.write(chosen.out, [header, *rows, verdict])
+    print(f"bytes per token: {', '.join(f'{x:.0f}' for x in values)}; wrote {chosen.out}")
     if not verdict["linear"]:
         sys.exit(f"our memory is not linear within {LIMIT:.0%}, or too few lengths ran")
 

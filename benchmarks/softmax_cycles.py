@@ -1,8 +1,6 @@
 """Clocks of one key tile on one scheduler, by instruction counts: what each softmax mode of the
 Ampere forward should bring on a GPU (docs/experiments/flashattention-t.md).
 
-    python benchmarks/softmax_cycles.py
-
 A warp owns 32 rows; a tile has 64 keys. The tensor pipe is taken as busy for all of its work, and a
 share of the vector pipes' clocks as not hidden behind it. That share is the only free number: it is
 fitted to one measured speed of a chip and then serves every mode."""
@@ -70,14 +68,3 @@ def clocks(chip: Chip, head_dim: int, mode: str) -> float:
 def predicted_ratio(chip: Chip, head_dim: int, mode: str) -> float:
     """Speed against the vector mode that rescales always."""
     return clocks(chip, head_dim, "vector, always") / clocks(chip, head_dim, mode)
-
-
-def main() -> None:
-    print(f"{'':<16}" + "".join(f"{c} d{d}".rjust(12) for c in CHIPS for d in (64, 128)))
-    for mode in MODES:
-        cells = (predicted_ratio(chip, d, mode) for chip in CHIPS.values() for d in (64, 128))
-        print(f"{mode:<16}" + "".join(f"{x:12.3f}" for x in cells))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,5 @@
-"""What each unit of the GPU does during the main kernel of our calls and of peers'.
+"""What each unit of the GPU does during the main kernel of our calls and of peers', and of every
+softmax of the Ampere forward.
 
     FA3_SO=... python benchmarks/utilisation.py --out benchmarks/results/h200_utilisation.jsonl
 
@@ -9,14 +10,9 @@ necessary."""
 
 from __future__ import annotations
 
-import argparse
-import pathlib
-import sys
-import time
-
 import counters
 import torch
-from pantile.bench import cases, measure, peers, sweep
+from pantile.bench import cases, peers, sweep
 
 ACTIVE, ELAPSED = "avg.pct_of_peak_sustained_active", "avg.pct_of_peak_sustained_elapsed"
 # column -> metric
@@ -49,7 +45,8 @@ def case_names() -> list[str]:
     found += [f"{OURS}|backward|bfloat16|{d}|full" for d in (64, 128, 256)]
     found += [f"{n}|backward|bfloat16|128|full" for n in ("cuDNN (torch)", "FA2 (torch)")]
     found += [f"{name}|forward|float8|128|full" for name in (OURS, "FA3")]
-    return found
+    softmax = [f"{OURS}, {variant}" for variant in sweep.SOFTMAX_VARIANTS]
+    return found + [f"{name}|forward|bfloat16|{d}|full" for name in softmax for d in (64, 128)]
 
 
 def make(name: str):
@@ -61,10 +58,10 @@ def make(name: str):
     d = int(head_dim)
     heads = 2048 // d
     case = cases.Case(name, 16384 // LENGTH, heads, heads, d, LENGTH, mask == "causal")
-    setup = sweep.Setup("cuda", "auto", dtype, ())
-    problem = sweep.make_problem(case, what, setup)
-    if implementation == OURS:
-        made = sweep.ours(problem, "auto")
+    problem = sweep.make_problem(case, what, sweep.Setup("cuda", "auto", dtype, ()))
+    if implementation.startswith(OURS):
+        backend = "auto" if implementation == OURS else "ampere"
+        made = sweep.ours(problem, backend, implementation)
     else:
         made = peers.GPU_PEERS[implementation](implementation, problem)
     return made if isinstance(made, str) else lambda: made.call(1)
@@ -93,52 +90,9 @@ def row_of(name: str, launches: list[dict]) -> dict:
     }
 
 
-def print_rows(rows: list[dict]) -> None:
-    columns = "".join(f"{column:>8}" for column in PERCENT)
-    print(f"{'':<16}{'case':<30}{columns}{'conflict':>10}{'GHz':>6}{'us':>8}")
-    for row in rows:
-        cells = "".join(f"{'-' if v is None else round(v):>8}" for v in row["percent"].values())
-        conflicts = row["bank_conflicts"]
-        share = "-" if conflicts is None else f"{conflicts:.1%}"
-        print(
-            f"{row['implementation']:<16}{row['case']:<30}{cells}{share:>10}"
-            f"{row['ghz']:>6.2f}{row['us']:>8.0f}"
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results/utilisation.jsonl")
-    )
-    arguments = parser.parse_args()
-    if counters.is_child():
-        counters.run_cases(make)
-        return
-    if not torch.cuda.is_available():
-        sys.exit("this report reads the counters of a CUDA GPU, and there is none")
-    started = time.perf_counter()
-    try:
-        found, absent = counters.collect(case_names(), METRICS)
-    except counters.CounterError as error:
-        sys.exit(str(error))
-    rows = [row_of(name, launches) for name, launches in found.items()]
-    print_rows(rows)
-    for name, reason in absent.items():
-        print(f"absent: {name}: {reason}")
-    header = {
-        "kind": "run",
-        "commit": measure.commit(),
-        "gpu": torch.cuda.get_device_name(),
-        "state_before": measure.gpu_state(),
-        "seconds": round(time.perf_counter() - started, 1),
-        "absent": absent,
-    }
-    sweep.write(arguments.out, [header, *rows])
-    print(f"wrote {arguments.out}")
+def rows_of(found: dict[str, list[dict]]) -> list[dict]:
+    return [row_of(name, launches) for name, launches in found.items()]
 
 
 if __name__ == "__main__":
-    main()
+    counters.report(__doc__, case_names(), METRICS, make, rows_of, "utilisation.jsonl")

@@ -3,6 +3,7 @@
 
     python tools/accuracy.py                                 # CPU, small lengths, a table
     python tools/accuracy.py --device cuda --out benchmarks/results/h200_accuracy.jsonl
+    python tools/accuracy.py --only gradients --device cuda  # K and V with a common part
     python tools/accuracy.py --golden                        # rewrite tests/golden/accuracy.json,
     python tools/accuracy.py --golden --device cuda          # and its GPU sections
 
@@ -13,6 +14,9 @@ Inputs are drawn on the CPU from a fixed seed, so every machine sees the same on
     shifted  V has mean 1: a biased accumulator shows
     peaked   Q eight times as large: nearly one-hot rows
 
+and for gradients: K and V offset by 3; channel means of K of 3 sigma, V of mean 1; the same with
+outliers in Q, K and V. Ours is there also as it would be without the low bits of O.
+
 `--golden` stores the RMSE that tests/python/test_accuracy.py holds the code to: no figure may grow
 by more than 25 %.
 """
@@ -20,7 +24,7 @@ by more than 25 %.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import json
 import math
 import os
@@ -28,14 +32,15 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from unittest import mock
 
 import pantile
 import torch
-from accuracy_cases import DTYPES, LAWS, Case, Tensors, draw, errors, exact
+from accuracy_cases import DTYPES, GRADIENT_LAWS, LAWS, Case, Tensors, draw, errors, exact
 from accuracy_fp8 import FP8_METHODS, fp8_pantile
-from pantile.bench import measure
+from pantile.bench import figures, measure
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests/golden/accuracy.json"
@@ -61,12 +66,17 @@ def _with_gradients(case: Case, inputs: Tensors, backward: bool, forward) -> Ten
 
 def run_pantile(backend: str, case: Case, inputs: Tensors, backward: bool) -> Tensors:
     def forward(q, k, v):
-        o, lse = pantile.attention(
-            q, k, v, causal=case.causal, return_lse=True, options=pantile.Options(backend=backend)
-        )
+        options = pantile.Options(backend=backend)
+        o, lse = pantile.attention(q, k, v, causal=case.causal, return_lse=True, options=options)
         return {"o": o, "lse": lse}
 
     return _with_gradients(case, inputs, backward, forward)
+
+
+def run_rounded(case: Case, inputs: Tensors, backward: bool) -> Tensors:
+    """Ours as it was when delta came from the 16-bit O."""
+    with mock.patch("pantile._direct.keeps_low", return_value=False):
+        return run_pantile("auto", case, inputs, backward)
 
 
 def run_sdpa(backend, case: Case, inputs: Tensors, backward: bool) -> Tensors:
@@ -100,33 +110,30 @@ def run_fa3(case: Case, inputs: Tensors, backward: bool) -> Tensors:
     from pantile.bench import peers
 
     q, k, v = (inputs[n].to(DTYPES[case.dtype]) for n in ("q", "k", "v"))
-    forward = peers.fa3_operators().fwd
-    o = forward(q, k, v, softmax_scale=case.head_dim**-0.5, is_causal=case.causal)[0]
-    return {"o": o}
+    settings = {"softmax_scale": case.head_dim**-0.5, "is_causal": case.causal}
+    return {"o": peers.fa3_operators().fwd(q, k, v, **settings)[0]}
 
 
-def implementations(device: str) -> dict:
-    """name -> function of (case, inputs, backward)."""
+Method = Callable[[Case, Tensors, bool], Tensors]
+
+
+def implementations(device: str, rounded: bool = False) -> dict[str, Method]:
+    from functools import partial
+
     from torch.nn.attention import SDPBackend
-
-    def ours(backend: str):
-        return lambda *words: run_pantile(backend, *words)
-
-    def sdpa(backend: SDPBackend):
-        return lambda *words: run_sdpa(backend, *words)
 
     if device == "cpu":
         return {
-            "pantile cpu": ours("cpu"),
-            "torch": sdpa(SDPBackend.FLASH_ATTENTION),
+            "pantile cpu": partial(run_pantile, "cpu"),
+            "torch": partial(run_sdpa, SDPBackend.FLASH_ATTENTION),
             "textbook": run_textbook,
         }
     return {
-        "pantile hopper": ours("hopper"),
-        "pantile ampere": ours("ampere"),
-        "FA3": run_fa3,
-        "cuDNN (torch)": sdpa(SDPBackend.CUDNN_ATTENTION),
-        "FA2 (torch)": sdpa(SDPBackend.FLASH_ATTENTION),
+        "pantile hopper": partial(run_pantile, "hopper"),
+        "pantile ampere": partial(run_pantile, "ampere"),
+        **({"pantile, O rounded": run_rounded} if rounded else {"FA3": run_fa3}),
+        "cuDNN (torch)": partial(run_sdpa, SDPBackend.CUDNN_ATTENTION),
+        "FA2 (torch)": partial(run_sdpa, SDPBackend.FLASH_ATTENTION),
         "textbook": run_textbook,
     }
 
@@ -134,18 +141,14 @@ def implementations(device: str) -> dict:
 # ---- rows
 
 
-def _row(device: str, name: str, case: Case) -> dict:
-    row = {"kind": "accuracy", "device": device, "implementation": name, **asdict(case)}
-    return row | {"absent": None, "errors": {}}
-
-
-def measure_case(case: Case, device: str, backward: bool, only=None) -> Iterator[dict]:
+def measure_case(
+    case: Case, device: str, backward: bool, methods: dict[str, Method], kind: str = "accuracy"
+) -> Iterator[dict]:
     inputs = draw(case, device)
     truth = exact(case, inputs, backward)
-    for name, function in implementations(device).items():
-        if only is not None and name not in only:
-            continue
-        row = _row(device, name, case)
+    for name, function in methods.items():
+        row = {"kind": kind, "device": device, "implementation": name, **asdict(case)}
+        row |= {"absent": None, "errors": {}}
         try:
             row["errors"] = errors(function(case, inputs, backward), truth)
         except Exception as error:  # peers raise types of their own; each is named in its row
@@ -154,15 +157,11 @@ def measure_case(case: Case, device: str, backward: bool, only=None) -> Iterator
 
 
 def measure_fp8(case: Case, device: str) -> Iterator[dict]:
-    inputs = draw(case, device)
-    truth = exact(case, inputs, False)
-    for name, function in FP8_METHODS.items():
-        row = _row(device, name, case) | {"kind": "accuracy_fp8"}
-        try:
-            row["errors"] = errors({"o": function(case, inputs)}, truth)
-        except Exception as error:  # as above
-            row["absent"] = (str(error).splitlines() or [repr(error)])[0]
-        yield row
+    def method(function) -> Method:
+        return lambda case, inputs, _backward: {"o": function(case, inputs)}
+
+    methods = {name: method(function) for name, function in FP8_METHODS.items()}
+    return measure_case(case, device, False, methods, "accuracy_fp8")
 
 
 def golden_cases(device: str = "cpu") -> list[Case]:
@@ -202,6 +201,13 @@ def fp8_cases(device: str) -> list[Case]:
     return [Case("f32", d, m, length, "outlier", 4) for d in dims for m in ("full", "causal")]
 
 
+def gradient_cases(device: str) -> list[Case]:
+    lengths = (512, 1024, 2048, 4096) if device == "cuda" else (512,)
+    laws = ("normal", *GRADIENT_LAWS)
+    every = itertools.product(laws, lengths, ("bf16", "f16"), ("full", "causal"))
+    return [Case(dtype, 128, mask, n, law, 4) for law, n, dtype, mask in every]
+
+
 # ---- the golden file: {section: {case: {result: RMSE}}}. A section is a GPU backend or an
 # instruction set of the CPU backend: with avx512_bf16 P is rounded, with the others it is not.
 
@@ -212,7 +218,8 @@ def section(backend: str) -> Section:
     device = "cpu" if backend == "cpu" else "cuda"
     found = {}
     for case in golden_cases(device):
-        (row,) = measure_case(case, device, True, only={f"pantile {backend}"})
+        method = {backend: implementations(device)[f"pantile {backend}"]}
+        (row,) = measure_case(case, device, True, method)
         if row["absent"]:
             raise RuntimeError(f"{case.key}: {row['absent']}")
         found[case.key] = {name: e["rmse"] for name, e in row["errors"].items()}
@@ -228,8 +235,8 @@ def fp8_part(backend: str, device: str) -> Section:
             o = fp8_pantile(case, inputs, backend=backend)
         except pantile.UnsupportedError:
             return {}
-        figures = errors({"o": o}, exact(case, inputs, False))["o"]
-        found[case.key.replace("bf16", "fp8")] = {"o": figures["rmse"]}
+        rmse = errors({"o": o}, exact(case, inputs, False))["o"]["rmse"]
+        found[case.key.replace("bf16", "fp8")] = {"o": rmse}
     return found
 
 
@@ -244,10 +251,6 @@ def cpu_section(isa: str) -> Section | None:
     )
     answer = json.loads(done.stdout)
     return answer["rows"] if answer["isa"] == isa else None
-
-
-def print_section() -> None:
-    print(json.dumps({"isa": pantile.devices()[0]["isa"], "rows": section("cpu")}))
 
 
 def golden() -> dict[str, Section]:
@@ -271,11 +274,11 @@ def write_golden(device: str) -> None:
 def worse(found: Section, stored: Section) -> list[str]:
     """What grew by more than 25 %, and what only one side has."""
     problems = [f"{key}: not in the golden file" for key in found if key not in stored]
-    for key, figures in stored.items():
+    for key, figures_of in stored.items():
         if key not in found:
             problems.append(f"{key}: in the golden file, but not measured")
             continue
-        for name, before in figures.items():
+        for name, before in figures_of.items():
             now = found[key].get(name, math.nan)
             if not now <= WORSE * before:
                 problems.append(f"{key}: RMSE of {name} is {now:.3g}, golden {before:.3g}")
@@ -287,78 +290,59 @@ def worse(found: Section, stored: Section) -> list[str]:
 
 def print_row(row: dict) -> None:
     label = f"{row['dtype']} d{row['head_dim']} {row['mask']} {row['length']} {row['law']}"
-    if row["absent"]:
-        print(f"{label:<32}{row['implementation']:<46}absent: {row['absent'][:60]}", flush=True)
-        return
-    figures = "  ".join(f"{n} {e['rmse']:.2e}/{e['max']:.1e}" for n, e in row["errors"].items())
-    print(f"{label:<32}{row['implementation']:<46}{figures}", flush=True)
+    texts = (f"{n} {e['rmse']:.2e}/{e['max']:.1e}" for n, e in row["errors"].items())
+    text = f"absent: {row['absent'][:60]}" if row["absent"] else "  ".join(texts)
+    print(f"{label:<32}{row['implementation']:<46}{text}", flush=True)
 
 
-def parse() -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    p.add_argument("--out", type=pathlib.Path, help="write one JSON object a line here")
-    p.add_argument("--golden", action="store_true", help="rewrite the golden file and stop")
-    p.add_argument("--section", action="store_true", help=argparse.SUPPRESS)
-    p.add_argument("--forward-only", action="store_true")
-    p.add_argument("--only", choices=["all", "fp8", "rows"], default="all")
-    p.add_argument(
-        "--match",
-        default="",
-        help="only rows whose case, such as 'bf16 d128 causal', matches this regular expression",
-    )
-    return p.parse_args()
-
-
-def main() -> None:
-    arguments = parse()
-    if arguments.section:
-        print_section()
-        return
-    device = arguments.device
-    if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("--device cuda: torch sees no CUDA device")
-    if arguments.golden:
-        write_golden(device)
-        return
-    print("RMSE/largest error of each result against float64")
-    report(measured_rows(arguments), arguments.out, device)
-
-
-def measured_rows(arguments: argparse.Namespace) -> Iterator[dict]:
-    device = arguments.device
-    if arguments.only != "rows":
-        for case in fp8_cases(device):
-            yield from measure_fp8(case, device)
-    if arguments.only != "fp8":
-        for case in cases_of(device):
-            if re.search(arguments.match, case.key):
-                yield from measure_case(case, device, not arguments.forward_only)
-
-
-def report(rows: Iterator[dict], out: pathlib.Path | None, device: str) -> None:
-    """Prints and writes each row as it comes, so that a long run that ends early leaves a file."""
-    header = {
+def rows_of(chosen: argparse.Namespace) -> Iterator[dict]:
+    """The lines of the results file, each printed as it comes."""
+    device = chosen.device
+    yield {
         "kind": "run",
         "commit": measure.commit(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }
-    with contextlib.ExitStack() as stack:
-        file = None
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(out.open("w"))
-            file.write(json.dumps(header) + "\n")
-        for row in rows:
-            print_row(row)
-            if file is not None:
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-    if out is not None:
-        print(f"wrote {out}")
+    measured: list[Iterator[dict]] = []
+    if chosen.only in ("all", "fp8"):
+        measured += [measure_fp8(case, device) for case in fp8_cases(device)]
+    every = {"all": cases_of, "rows": cases_of, "gradients": gradient_cases, "fp8": lambda _: []}
+    methods = implementations(device, rounded=chosen.only == "gradients")
+    for case in every[chosen.only](device):
+        if re.search(chosen.match, case.key):
+            measured.append(measure_case(case, device, not chosen.forward_only, methods))
+    for row in itertools.chain.from_iterable(measured):
+        print_row(row)
+        yield row
+
+
+def main() -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    p.add_argument("--out", type=pathlib.Path, help="write one JSON object a line here")
+    p.add_argument("--golden", action="store_true", help="rewrite the golden file and stop")
+    p.add_argument("--section", action="store_true", help=argparse.SUPPRESS)
+    p.add_argument("--forward-only", action="store_true")
+    p.add_argument("--only", choices=["all", "fp8", "rows", "gradients"], default="all")
+    text = "only rows whose case, such as 'bf16 d128 causal', matches this regular expression"
+    p.add_argument("--match", default="", help=text)
+    chosen = p.parse_args()
+    if chosen.section:
+        print(json.dumps({"isa": pantile.devices()[0]["isa"], "rows": section("cpu")}))
+        return
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device cuda: torch sees no CUDA device")
+    if chosen.golden:
+        write_golden(chosen.device)
+        return
+    print("RMSE/largest error of each result against float64")
+    if chosen.out is None:
+        list(rows_of(chosen))
+    else:
+        figures.write(chosen.out, rows_of(chosen))
+        print(f"wrote {chosen.out}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""Cases of the accuracy report: inputs, the exact answer in float64, figures of an error."""
+"""Cases of the accuracy reports: inputs, the exact answer in float64, figures of an error."""
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
+from pantile.bench import check
 
 LAWS = ("normal", "outlier", "shifted", "peaked")  # see accuracy.py
+GRADIENT_LAWS = ("offset 3", "mean 3 sigma", "mean 3 sigma, outliers")  # of K and V
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-ROW_CHUNK = 1024  # rows of float64 scores that exist at a time
+OPERANDS = ("q", "k", "v", "grad_o")
+
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Case:
     law: str
     heads: int = 2
     batch: int = 1
+    seed: int = 20
 
     @property
     def key(self) -> str:
@@ -32,63 +36,50 @@ class Case:
         return self.mask == "causal"
 
 
-Tensors = dict[str, torch.Tensor]
-
-
-# ---- inputs and the exact answer
+def outliers(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    large = torch.randn(x.shape, generator=generator) * 10
+    return x + large * (torch.rand(x.shape, generator=generator) < 1e-3)
 
 
 @functools.lru_cache(maxsize=1)  # cases that differ in type and mask follow each other
-def _drawn(shape: tuple[int, ...], law: str) -> Tensors:
-    generator = torch.Generator().manual_seed(20)
+def _drawn(shape: tuple[int, ...], law: str, seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
     found = {}
-    for name in ("q", "k", "v", "grad_o"):
+    for name in OPERANDS:
         x = torch.randn(shape, generator=generator)
         if law == "outlier" and name != "grad_o":
-            large = torch.randn(shape, generator=generator) * 10
-            x = x + large * (torch.rand(shape, generator=generator) < 1e-3)
-        if law == "shifted" and name == "v":
-            x = x + 1
-        if law == "peaked" and name == "q":
-            x = x * 8
+            x = outliers(x, generator)
         found[name] = x
+    if law == "shifted":
+        found["v"] += 1
+    if law == "peaked":
+        found["q"] *= 8
+    if law == "offset 3":
+        found |= {name: found[name] + 3 for name in ("k", "v")}
+    if law.startswith("mean 3 sigma"):
+        if law.endswith("outliers"):
+            for name in ("q", "k", "v"):
+                hit = torch.rand(shape, generator=generator) < 1e-3
+                found[name] = found[name] * torch.where(hit, 10.0, 1.0)
+        mean = torch.randn(1, 1, *shape[2:], generator=generator).sign()
+        found["k"] = found["k"] + 3 * found["k"].std() * mean
+        found["v"] = found["v"] + 1
     return found
 
 
 def draw(case: Case, device: str) -> Tensors:
     """q, k, v, grad_o as float32 that are exact in the case's dtype, [batch, seq, heads, dim]."""
     shape = (case.batch, case.length, case.heads, case.head_dim)
-    drawn = _drawn(shape, case.law)
+    drawn = _drawn(shape, case.law, case.seed)
     return {name: x.to(device).to(DTYPES[case.dtype]).float() for name, x in drawn.items()}
 
 
 def exact(case: Case, inputs: Tensors, backward: bool) -> Tensors:
-    """The textbook in float64, a chunk of rows at a time: memory stays linear in the length."""
-    q, k, v, g = (inputs[n].double().transpose(1, 2) for n in ("q", "k", "v", "grad_o"))
-    scale = case.head_dim**-0.5
-    o, lse, dq = torch.empty_like(q), torch.empty_like(q[..., 0]), torch.empty_like(q)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    position = torch.arange(case.length, device=q.device)
-    for begin in range(0, case.length, ROW_CHUNK):
-        rows = slice(begin, min(begin + ROW_CHUNK, case.length))
-        seen = slice(0, rows.stop if case.causal else case.length)
-        keys, values = k[:, :, seen], v[:, :, seen]
-        p = q[:, :, rows] @ keys.transpose(-1, -2) * scale
-        if case.causal:
-            p.masked_fill_(position[seen][None, :] > position[rows][:, None], -math.inf)
-        lse[:, :, rows] = torch.logsumexp(p, -1)
-        p = p.sub_(lse[:, :, rows, None]).exp_()
-        o[:, :, rows] = p @ values
-        if backward:
-            dv[:, :, seen] += p.transpose(-1, -2) @ g[:, :, rows]
-            ds = g[:, :, rows] @ values.transpose(-1, -2)
-            ds.sub_((g[:, :, rows] * o[:, :, rows]).sum(-1, keepdim=True)).mul_(p)
-            dq[:, :, rows] = ds @ keys * scale
-            dk[:, :, seen] += ds.transpose(-1, -2) @ q[:, :, rows] * scale
-    answer = {"o": o.transpose(1, 2), "lse": lse}
-    if backward:
-        answer |= {n: x.transpose(1, 2) for n, x in (("dq", dq), ("dk", dk), ("dv", dv))}
-    return answer
+    """The textbook in float64. There may be fewer queries than keys where there is no mask."""
+    operands = (inputs[name].transpose(1, 2) for name in OPERANDS)
+    bounds = (-1, 0 if case.causal else -1)
+    found = check.textbook(*operands, bounds, torch.float64, backward)
+    return {name: x if name == "lse" else x.transpose(1, 2) for name, x in found.items()}
 
 
 def errors(found: Tensors, truth: Tensors) -> dict[str, dict[str, float]]:
@@ -98,9 +89,6 @@ def errors(found: Tensors, truth: Tensors) -> dict[str, dict[str, float]]:
         difference = value.double() - truth[name]
         rmse = difference.square().mean().sqrt().item()
         size = truth[name].square().mean().sqrt().item()
-        result[name] = {
-            "rmse": float(f"{rmse:.4g}"),
-            "max": float(f"{difference.abs().max().item():.4g}"),
-            "relative": float(f"{rmse / size:.4g}"),
-        }
+        figures = {"rmse": rmse, "max": difference.abs().max().item(), "relative": rmse / size}
+        result[name] = {key: float(f"{x:.4g}") for key, x in figures.items()}
     return result

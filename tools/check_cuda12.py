@@ -18,6 +18,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+INCLUDES = ("cuda", "cpp", "cpp/include")
 KERNEL = (
     "pantile::hopper::forward_kernel<"
     "pantile::hopper::ForwardVariant<128, 128, pantile::MaskKind::causal, false>, "
@@ -63,26 +64,13 @@ def compile_kernel(packages: pathlib.Path) -> bytes:
     def strings(values: list[str]) -> ctypes.Array:
         return (ctypes.c_char_p * len(values))(*(v.encode() for v in values))
 
-    call(
-        "nvrtcCreateProgram",
-        ctypes.byref(program),
-        SOURCE.encode(),
-        b"instance.cu",
-        len(STANDARD_HEADERS),
-        strings(list(STANDARD_HEADERS.values())),
-        strings(list(STANDARD_HEADERS)),
-    )
+    names, texts = strings(list(STANDARD_HEADERS)), strings(list(STANDARD_HEADERS.values()))
+    headers = (len(STANDARD_HEADERS), texts, names)
+    call("nvrtcCreateProgram", ctypes.byref(program), SOURCE.encode(), b"instance.cu", *headers)
     call("nvrtcAddNameExpression", program, KERNEL.encode())
-    options = [
-        "--gpu-architecture=sm_90a",
-        "--std=c++20",
-        "--device-as-default-execution-space",
-        "-DPANTILE_STATIC",
-        f"-I{ROOT}/cuda",
-        f"-I{ROOT}/cpp",
-        f"-I{ROOT}/cpp/include",
-        f"-I{folder}/cuda_runtime/include",
-    ]
+    options = ["--gpu-architecture=sm_90a", "--std=c++20", "--device-as-default-execution-space"]
+    options += ["-DPANTILE_STATIC", *(f"-I{ROOT}/{name}" for name in INCLUDES)]
+    options.append(f"-I{folder}/cuda_runtime/include")
     call("nvrtcCompileProgram", program, len(options), strings(options))
     size = ctypes.c_size_t()
     call("nvrtcGetCUBINSize", program, ctypes.byref(size))
@@ -92,25 +80,11 @@ def compile_kernel(packages: pathlib.Path) -> bytes:
 
 
 def check_host(packages: pathlib.Path) -> None:
-    compiler = os.environ.get("CXX", "c++")
-    subprocess.run(
-        [
-            compiler,
-            "-std=c++17",
-            "-fsyntax-only",
-            "-Wall",
-            "-Werror",
-            f"-I{ROOT}/cuda",
-            f"-I{ROOT}/cpp",
-            f"-I{ROOT}/cpp/include",
-            "-isystem",
-            f"{packages}/nvidia/cuda_runtime/include",
-            "-isystem",
-            f"{packages}/nvidia/cuda_nvcc/include",
-            f"{ROOT}/cuda/backend.cc",
-        ],
-        check=True,
-    )
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-fsyntax-only", "-Wall", "-Werror"]
+    command += [f"-I{ROOT}/{folder}" for folder in INCLUDES]
+    for package in ("cuda_runtime", "cuda_nvcc"):
+        command += ["-isystem", f"{packages}/nvidia/{package}/include"]
+    subprocess.run([*command, f"{ROOT}/cuda/backend.cc"], check=True)
 
 
 def main() -> int:

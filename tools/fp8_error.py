@@ -15,61 +15,45 @@ gradient   relative error of the gradients on the outlier law, 1024 tokens
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import statistics
 from collections.abc import Iterator
 
 import pantile
-import pantile.reference
 import torch
+from accuracy_cases import OPERANDS, Case, Tensors, draw, errors, exact
 from accuracy_fp8 import hadamard
+from pantile.bench import figures
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks/results/cpu_fp8_error.jsonl"
 DIMS = (64, 128, 256)
 EXPS = ("code", "mixed", "exp2")
-E4M3 = torch.float8_e4m3fn
 
 
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def operands(inputs: Tensors) -> list[torch.Tensor]:
+    return [inputs[name].bfloat16() for name in OPERANDS[:3]]
 
 
-def outliers(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator)
-    hit = torch.rand(shape, generator=generator) < 1e-3
-    return (x + hit * 10 * torch.randn(shape, generator=generator)).bfloat16()
-
-
-def rms(x: torch.Tensor) -> float:
-    return x.double().pow(2).mean().sqrt().item()
-
-
-def exact(q, k, v, rows) -> torch.Tensor:
-    """O in float64 of some query rows."""
-    q, k, v = (x.double() for x in (q[:, rows], k, v))
-    weights = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5, -1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+def error_of(o: torch.Tensor, truth: Tensors) -> dict[str, float]:
+    return errors({"o": o}, truth)["o"]
 
 
 def attend(made: pantile.Quantized, exp: str = "code", **call):
     return pantile.attention(made, **call, options=pantile.Options(fp8_exp=exp))
 
 
-def per_head(x: torch.Tensor):
-    """e4m3 with one scale a batch and head: (codes, descales)."""
-    descale = x.float().abs().amax((1, 3)) / 448
-    return (x.float() / descale[:, None, :, None]).to(E4M3), descale
-
-
 def with_head_scales(q, k, v, rotate: bool) -> pantile.Quantized:
+    """e4m3 with one scale a batch and head."""
+    q, k, v = (x.float() for x in (q, k, v))
     if rotate:
         turn = hadamard(q.shape[-1], "cpu").float()
-        q, k = q.float() @ turn, k.float() @ turn
-    (q, dq), (k, dk), (v, dv) = map(per_head, (q, k, v))
-    return pantile.quantize(q, k, v, descale_q=dq, descale_k=dk, descale_v=dv)
+        q, k = q @ turn, k @ turn
+    scales = [x.abs().amax((1, 3)) / 448 for x in (q, k, v)]
+    scaled = zip((q, k, v), scales, strict=True)
+    codes = ((x / s[:, None, :, None]).to(torch.float8_e4m3fn) for x, s in scaled)
+    names = ("descale_q", "descale_k", "descale_v")
+    return pantile.quantize(*codes, **dict(zip(names, scales, strict=True)))
 
 
 VARIANTS = {
@@ -87,102 +71,77 @@ VARIANTS = {
 
 
 def law_rows(draws: int) -> Iterator[dict]:
-    rows = torch.arange(0, 4096, 16)
     for head_dim in DIMS:
-        errors: dict[str, list[float]] = {name: [] for name in VARIANTS}
-        for draw in range(draws):
-            tensors = [outliers(2, 4096, 4, head_dim, seed=100 * draw + i) for i in range(3)]
-            truth = exact(*tensors, rows)
+        found: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        for seed in range(draws):
+            case = Case("bf16", head_dim, "full", 4096, "outlier", 4, 2, seed)
+            inputs = draw(case, "cpu")
+            truth = exact(case, inputs, False)
             for name, function in VARIANTS.items():
-                errors[name].append(rms(function(*tensors)[:, rows].double() - truth))
-        for name, found in errors.items():
-            yield {
-                "kind": "fp8_law",
-                "variant": name,
-                "head_dim": head_dim,
-                "rmse": statistics.mean(found),
-                "least": min(found),
-                "most": max(found),
-                "draws": draws,
-            }
+                found[name].append(error_of(function(*operands(inputs)), truth)["rmse"])
+        for name, values in found.items():
+            row = {"kind": "fp8_law", "variant": name, "head_dim": head_dim, "draws": draws}
+            extremes = {"least": min(values), "most": max(values)}
+            yield row | {"rmse": statistics.mean(values)} | extremes
 
 
 def length_rows() -> Iterator[dict]:
     for keys in (4096, 16384, 65536, 131072):
-        for mean in (0.0, 1.0):
-            q, k, v = (normal(1, n, 1, 128, seed=i) for i, n in enumerate((128, keys, keys)))
-            tensors = [x.bfloat16() for x in (q, k, v + mean)]
-            truth = exact(*tensors, torch.arange(128))
-            made = pantile.quantize(*tensors)
+        for mean, law in ((0.0, "normal"), (1.0, "shifted")):
+            case = Case("bf16", 128, "full", keys, law, heads=1)
+            inputs = draw(case, "cpu")
+            inputs |= {name: inputs[name][:, :128] for name in ("q", "grad_o")}
+            truth = exact(case, inputs, False)
+            made = pantile.quantize(*operands(inputs))
             for exp in EXPS:
-                error = rms(attend(made, exp).double() - truth) / rms(truth)
-                yield {
-                    "kind": "fp8_length", "keys": keys, "mean": mean, "exp": exp, "error": error,
-                }  # fmt: skip
+                error = error_of(attend(made, exp), truth)["relative"]
+                row = {"kind": "fp8_length", "keys": keys, "mean": mean, "exp": exp}
+                yield row | {"error": error}
 
 
 def offset_rows() -> Iterator[dict]:
-    rows = torch.arange(0, 4096, 16)
     for head_dim in DIMS:
-        q, k, v = (normal(1, 4096, 4, head_dim, seed=i) for i in range(3))
-        offset = 10.0 * normal(4, head_dim, seed=9).sign()
+        case = Case("f32", head_dim, "full", 4096, "normal", heads=4)
+        inputs = draw(case, "cpu")
+        generator = torch.Generator().manual_seed(9)
+        shift = 10.0 * torch.randn(4, head_dim, generator=generator).sign()
         found = {}
-        for name, keys, smooth in (
-            ("no offset", k, True),
-            ("offset, smoothed", k + offset, True),
-            ("offset, not smoothed", k + offset, False),
+        for name, offset, smooth in (
+            ("no offset", 0.0, True),
+            ("offset, smoothed", shift, True),
+            ("offset, not smoothed", shift, False),
         ):
-            truth = exact(q, keys, v, rows)
-            made = pantile.quantize(q, keys, v, smooth_k=smooth)
-            found[name] = rms(attend(made)[:, rows].double() - truth)
+            moved = inputs | {"k": inputs["k"] + offset}
+            made = pantile.quantize(*(moved[n] for n in OPERANDS[:3]), smooth_k=smooth)
+            found[name] = error_of(attend(made), exact(case, moved, False))["rmse"]
         yield {"kind": "fp8_offset", "head_dim": head_dim, "rmse": found}
-
-
-def relative(x: torch.Tensor, truth: torch.Tensor) -> float:
-    return rms(x.double() - truth) / rms(truth)
-
-
-def gradient_errors(grads, truths) -> dict[str, float]:
-    errors = (relative(g, t) for g, t in zip(grads, truths, strict=True))
-    return dict(zip(("dq", "dk", "dv"), errors, strict=True))
 
 
 def gradient_rows() -> Iterator[dict]:
     for head_dim in (64, 128):
-        tensors = [outliers(1, 1024, 4, head_dim, seed=30 + i) for i in range(3)]
-        grad_o = normal(1, 1024, 4, head_dim, seed=40).bfloat16()
-        doubles = [x.double().requires_grad_() for x in tensors]
-        o, lse = pantile.reference.attention(*doubles, causal=True, dtype=torch.float64)
-        truths = torch.autograd.grad(o, doubles, grad_o.double())
+        case = Case("bf16", head_dim, "causal", 1024, "outlier", heads=4)
+        inputs = draw(case, "cpu")
+        truth = exact(case, inputs, True)
+        grad_o = inputs["grad_o"].bfloat16()
+
+        def row(name: str, o, lse, grads, truth=truth, head_dim=head_dim) -> dict:
+            found = {"o": o, "lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
+            figures_of = errors({n: x.detach() for n, x in found.items()}, truth)
+            line = {"kind": "fp8_gradient", "forward": name, "head_dim": head_dim}
+            line |= {n: f["rmse" if n == "lse" else "relative"] for n, f in figures_of.items()}
+            return line
+
         for name, options in (("bf16", pantile.Options()), ("fp8", pantile.Options(fp8=True))):
-            leaves = [x.clone().requires_grad_() for x in tensors]
-            mine, mine_lse = pantile.attention(
-                *leaves, causal=True, return_lse=True, options=options
-            )
-            grads = torch.autograd.grad(mine, leaves, grad_o)
-            yield {
-                "kind": "fp8_gradient",
-                "forward": name,
-                "head_dim": head_dim,
-                "o": relative(mine.detach(), o.detach()),
-                "lse": rms(mine_lse.detach() - lse.detach()),
-                **gradient_errors(grads, truths),
-            }
+            leaves = [x.requires_grad_() for x in operands(inputs)]
+            o, lse = pantile.attention(*leaves, causal=True, return_lse=True, options=options)
+            yield row(name, o, lse, torch.autograd.grad(o, leaves, grad_o))
         settings = (None, None, None, None, 0, 0, None, -1, 0, "cpu")
-        o_fp8, lse_fp8 = mine.detach(), mine_lse.detach()
-        exact_lse = lse.detach().float()
-        for name, used in (("FP8's LSE and O", lse_fp8), ("FP8's O alone", exact_lse)):
+        for name, used in (("FP8's LSE and O", lse), ("FP8's O alone", truth["lse"].float())):
+            used = used.detach()
             grads = torch.ops.pantile.backward(
-                grad_o, None, *tensors, o_fp8, None, used, *settings, False
+                grad_o, None, *operands(inputs), o.detach(), None, used, *settings, False
             )
-            yield {
-                "kind": "fp8_gradient",
-                "forward": f"fp8, backward at {name}",
-                "head_dim": head_dim,
-                "o": relative(o_fp8, o.detach()),
-                "lse": rms(used - lse.detach()),
-                **gradient_errors(grads, truths),
-            }
+            yield row(f"fp8, backward at {name}", o, used, grads)
 
 
 PARTS = {
@@ -198,17 +157,17 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=4, help="of the outlier law (default 4)")
     parser.add_argument("--part", choices=PARTS, help="make only this part anew")
     parser.add_argument("--out", type=pathlib.Path, default=RESULT)
-    arguments = parser.parse_args()
+    chosen = parser.parse_args()
     run = {"kind": "fp8_error_run", "pantile": pantile.__version__, "torch": torch.__version__}
-    lines = [json.dumps(run)]
-    if arguments.part:
-        old = arguments.out.read_text().splitlines()[1:]
-        lines += [x for x in old if json.loads(x)["kind"] != f"fp8_{arguments.part}"]
-    for part in [arguments.part] if arguments.part else PARTS:
-        for row in PARTS[part](arguments.draws):
+    lines = [run]
+    if chosen.part:
+        kept = figures.read(chosen.out)[1:]
+        lines += [line for line in kept if line["kind"] != f"fp8_{chosen.part}"]
+    for part in [chosen.part] if chosen.part else PARTS:
+        for row in PARTS[part](chosen.draws):
             print(row, flush=True)
-            lines.append(json.dumps(row))
-    arguments.out.write_text("\n".join(lines) + "\n")
+            lines.append(row)
+    figures.write(chosen.out, lines)
 
 
 if __name__ == "__main__":

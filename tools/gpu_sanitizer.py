@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pathlib
 import re
 import shutil
 import subprocess
@@ -168,38 +167,32 @@ def run_cases(backend: str, only: str) -> None:
 
 def result_of(tool: str, what: str, text: str, status: int, ran: int, seconds: float) -> dict:
     """What a tool found. No case, or no summary, is no success."""
-    summaries = re.findall(r"=+ (\w+ SUMMARY: .*)", text)
-    return {
-        "tool": tool,
-        "what": what,
-        "cases": ran,
-        "summary": summaries[-1] if summaries else "",
-        "ok": status == 0 and ran > 0 and bool(summaries),
-        "seconds": round(seconds),
-    }
+    summary = (re.findall(r"=+ (\w+ SUMMARY: .*)", text) or [""])[-1]
+    ok = status == 0 and ran > 0 and bool(summary)
+    found = {"tool": tool, "what": what, "cases": ran, "summary": summary, "ok": ok}
+    return found | {"seconds": round(seconds)}
 
 
 def under(tool: str, what: str, words: list[str], count: Callable[[str], int]) -> dict:
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
-    if tool == "memcheck":
-        command += ["--padding", "64"]  # bytes between allocations
+    command += ["--padding", "64"] if tool == "memcheck" else []  # bytes between allocations
+    command += ["--target-processes", "all", sys.executable, *words]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     started = time.monotonic()
-    result = subprocess.run(
-        [*command, "--target-processes", "all", sys.executable, *words],
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        cwd=verification.ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+    done = subprocess.run(
+        command, env=environment, cwd=verification.ROOT, capture_output=True, text=True, check=False
     )
-    text = result.stdout + result.stderr
-    seconds = time.monotonic() - started
-    found = result_of(tool, what, text, result.returncode, count(text), seconds)
-    print(f"{tool}, {what}: {found['cases']} cases, {found['summary'] or 'no summary'}", end="")
-    print(f", {found['seconds']} s", flush=True)
+    text, seconds = done.stdout + done.stderr, time.monotonic() - started
+    found = result_of(tool, what, text, done.returncode, count(text), seconds)
+    summary = found["summary"] or "no summary"
+    print(f"{tool}, {what}: {found['cases']} cases, {summary}, {seconds:.0f} s", flush=True)
     if not found["ok"]:
         print(text[-6000:])
     return found
+
+
+def cases_run(text: str) -> int:
+    return len(re.findall(r"^ran ", text, re.M))
 
 
 def tests_run(text: str) -> int:
@@ -229,37 +222,34 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help=f"add to {RECORD.name}")
     parser.add_argument("--run", action="store_true", help="the cases alone, without a tool")
     parser.add_argument("--list", action="store_true", help="labels of the cases")
-    arguments = parser.parse_args()
-    backends = arguments.backend.split(",")
-    for name, words, known in (
-        ("--backend", backends, BACKENDS),
-        ("--tools", arguments.tools.split(","), TOOLS),
-    ):
+    chosen = parser.parse_args()
+    backends, tools = chosen.backend.split(","), chosen.tools.split(",")
+    for name, words, known in (("--backend", backends, BACKENDS), ("--tools", tools, TOOLS)):
         if unknown := [word for word in words if word not in known]:
             parser.error(f"{name}: {unknown[0]!r} is none of {', '.join(known)}")
-    if arguments.list:
+    if chosen.list:
         print("\n".join(f"{b} {label}" for b in backends for label, _ in cases(b)))
         return 0
-    if arguments.run:
+    if chosen.run:
         for backend in backends:
-            run_cases(backend, arguments.only)
+            run_cases(backend, chosen.only)
         return 0
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
         return 2
-    results = []
-    if arguments.suite is not None:
+    if chosen.suite is not None:
         words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not slow"]
-        words += [f"--sample={arguments.suite}"]
-        results.append(under("memcheck", f"1 / {arguments.suite} of the tests", words, tests_run))
+        words.append(f"--sample={chosen.suite}")
+        results = [under("memcheck", f"1 / {chosen.suite} of the tests", words, tests_run)]
     else:
-        for tool in arguments.tools.split(","):
-            for backend in backends:
-                words = [str(pathlib.Path(__file__)), "--run", "--backend", backend]
-                what = f"{backend} kernels" + (f", {arguments.only}" if arguments.only else "")
-                ran = lambda text: len(re.findall(r"^ran ", text, re.M))  # noqa: E731
-                results.append(under(tool, what, [*words, "--only", arguments.only], ran))
-    if arguments.record:
+        words = [__file__, "--run", "--only", chosen.only, "--backend"]
+        more = f", {chosen.only}" if chosen.only else ""
+        results = [
+            under(tool, f"{backend} kernels{more}", [*words, backend], cases_run)
+            for tool in tools
+            for backend in backends
+        ]
+    if chosen.record:
         record(results)
     return int(not all(found["ok"] for found in results))
 

@@ -6,6 +6,7 @@ line, so that a change of a kernel shows in review as one changed line.
 
 from __future__ import annotations
 
+import argparse
 import json
 import pathlib
 import re
@@ -128,8 +129,24 @@ def compare(
     return errors
 
 
-def finish(section: str, errors: list[str]) -> int:
-    """Prints the verdict of a report and returns its exit status."""
+def report(
+    section: str,
+    doc: str,
+    read: Callable[[pathlib.Path], tuple[dict[str, Figures], list[str]]],
+    worse: Callable[[Figures, Figures], list[str]],
+    worse_elsewhere: Callable[[Figures, Figures], list[str]],
+) -> int:
+    """The program of a report: `read(build)` prints and returns its figures, and what is wrong with
+    the build itself. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("build", type=pathlib.Path, help="a build folder with CUDA kernels")
+    parser.add_argument("--update", action="store_true", help="make these figures the budget")
+    chosen = parser.parse_args()
+    found, errors = read(chosen.build)
+    nvcc, absent = nvcc_release(chosen.build), left_out(chosen.build)
+    if chosen.update and not errors:
+        save(section, nvcc, found, absent)
+    errors += compare(section, nvcc, found, worse, worse_elsewhere, absent)
     for error in errors:
         print(f"error: {error}")
     if errors:

@@ -9,7 +9,6 @@ local memory that the budget does not allow.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import re
 import sys
@@ -86,7 +85,10 @@ def worse_elsewhere(found: budget.Figures, allowed: budget.Figures) -> list[str]
     return worse(found, allowed, LIMITS_OF_EVERY_NVCC)
 
 
-def print_table(found: dict[str, budget.Figures]) -> None:
+def read_and_print(build: pathlib.Path) -> tuple[dict[str, budget.Figures], list[str]]:
+    found, missing = read_build(build)
+    if not found:
+        raise SystemExit(f"no ptxas logs under {build}: was it built with CUDA?")
     width = max(len(key) for key in found)
     print(f"{'kernel':{width}}  registers  stack  spills   smem  advisories")
     for key, f in sorted(found.items()):
@@ -94,26 +96,8 @@ def print_table(found: dict[str, budget.Figures]) -> None:
             f"{key:{width}}  {f['registers']:9}  {f['stack_bytes']:5}  {f['spill_bytes']:6}  "
             f"{f['smem_bytes']:5}  {' '.join(f['advisories']) or '-'}"
         )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("build", type=pathlib.Path, help="a build folder with CUDA kernels")
-    parser.add_argument("--update", action="store_true", help="make these figures the budget")
-    arguments = parser.parse_args()
-    found, missing = read_build(arguments.build)
-    if not found:
-        print(f"no ptxas logs under {arguments.build}: was it built with CUDA?")
-        return 2
-    print_table(found)
-    errors = [f"{row}: a row of kernels.def that left no ptxas log" for row in missing]
-    nvcc = budget.nvcc_release(arguments.build)
-    left_out = budget.left_out(arguments.build)
-    if arguments.update and not errors:
-        budget.save("ptxas", nvcc, found, left_out)
-    errors += budget.compare("ptxas", nvcc, found, worse, worse_elsewhere, left_out)
-    return budget.finish("ptxas", errors)
+    return found, [f"{row}: a row of kernels.def that left no ptxas log" for row in missing]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(budget.report("ptxas", __doc__, read_and_print, worse, worse_elsewhere))

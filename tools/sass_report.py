@@ -16,7 +16,6 @@ and compares the figures with tools/kernel_budget.json.
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import os
 import pathlib
@@ -272,14 +271,10 @@ def rows_of_build(build: pathlib.Path) -> Iterator[tuple[str, list[Function]]]:
                 yield row, [f for f in functions if budget.row_of(file, f.symbol) == row]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("build", type=pathlib.Path, help="a build folder with CUDA kernels")
-    parser.add_argument("--update", action="store_true", help="make these figures the budget")
-    arguments = parser.parse_args()
+def read_and_print(build: pathlib.Path) -> tuple[dict[str, budget.Figures], list[str]]:
     found: dict[str, budget.Figures] = {}
     errors: list[str] = []
-    for row, functions in rows_of_build(arguments.build):
+    for row, functions in rows_of_build(build):
         errors += family_errors(row, functions)
         for function in functions:
             if not function.loops:
@@ -289,13 +284,8 @@ def main() -> int:
                 key += "+"
             found[key] = figures(function)
             print_kernel(key, found[key])
-    nvcc = budget.nvcc_release(arguments.build)
-    left_out = budget.left_out(arguments.build)
-    if arguments.update and not errors:
-        budget.save("sass", nvcc, found, left_out)
-    errors += budget.compare("sass", nvcc, found, worse, worse_elsewhere, left_out)
-    return budget.finish("sass", errors)
+    return found, errors
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(budget.report("sass", __doc__, read_and_print, worse, worse_elsewhere))

@@ -22,9 +22,12 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from datetime import datetime, timezone
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+import results_docs
+
+ROOT = results_docs.ROOT
 PAGE = "gpu-verification.md"
 SUMMARY = "gpu-verification.json"
 SANITIZER = "gpu-sanitizer.json"
@@ -66,14 +69,14 @@ def library_hash() -> str:
 def facts() -> dict[str, str]:
     import pantile
     import torch
+    from pantile.bench import measure
 
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "commit": commit(),
         "library": library_hash(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
-        "driver": driver.splitlines()[0] if driver else "unknown",
+        "driver": measure.gpu_state().get("driver_version", "unknown"),
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
         "nvcc": str(pantile.build_info().get("nvcc", "")),
     }
@@ -173,71 +176,61 @@ NAMES = {
 }
 
 
-def _cell(text: object) -> str:
-    return " ".join(str(text).split()).replace("|", "\\|")
+INTRODUCTION = [
+    "Written by `tools/verification.py` from what `pytest -m gpu --write-verification=PATH`",
+    "and `tools/gpu_sanitizer.py --record` found. `make lint` fails where it says otherwise.",
+]
 
 
-def _table(columns: list[str], rows: list) -> list[str]:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return [f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines]
+def _cell(value: object) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")
 
 
-def _facts_table(found: dict, more: list = ()) -> list[str]:
+def _table(columns: list[str], rows: Iterable[Iterable]) -> list[str]:
+    return results_docs.table(columns, [[_cell(value) for value in row] for row in rows])
+
+
+def _facts_table(found: dict, more: Iterable = ()) -> list[str]:
     rows = [(label, found.get(name) or "not recorded") for name, label in NAMES.items()]
     return _table(["what", "value"], [*rows, *more])
 
 
-def sanitizer_lines(result: dict | None) -> list[str]:
-    lines = ["## compute-sanitizer", ""]
+def sanitizer_parts(result: dict | None) -> list[list[str]]:
+    title = ["## compute-sanitizer"]
     if result is None:
-        return [*lines, "No run is recorded.", ""]
-    lines += _facts_table(result["facts"])
-    rows = [
-        (
-            x["tool"],
-            x["what"],
-            x["cases"],
-            x["summary"] or "no summary",
-            "passed" if x["ok"] else "FAILED",
-        )
-        for x in result["results"]
-    ]
-    return [
-        *lines,
-        "",
-        *_table(["tool", "what ran", "cases", "what it found", "outcome"], rows),
-        "",
-    ]
+        return [title, ["No run is recorded."]]
+    names = ("tool", "what", "cases")
+    rows = []
+    for one in result["results"]:
+        outcome = "passed" if one["ok"] else "FAILED"
+        rows.append([*(one[n] for n in names), one["summary"] or "no summary", outcome])
+    columns = ["tool", "what ran", "cases", "what it found", "outcome"]
+    return [title, _facts_table(result["facts"]), _table(columns, rows)]
 
 
 def page(summary: dict, sanitizer: dict | None) -> str:
-    counts = summary["counts"]
-    lines = [
-        "# GPU verification",
-        "",
-        "Written by `tools/verification.py` from what `pytest -m gpu --write-verification=PATH`",
-        "and `tools/gpu_sanitizer.py --record` found. `make lint` fails where it says otherwise.",
-        "",
-        *_facts_table(summary["facts"], list(counts.items())),
-        "",
-        "## Failures",
-        "",
+    def quoted(rows: dict) -> list:
+        return [(f"`{name}`", value) for name, value in rows.items()]
+
+    def part(title: str, columns: list[str], rows: list) -> list[list[str]]:
+        return [[f"## {title}"], _table(columns, rows)] if rows else []
+
+    counts, failures = summary["counts"], quoted(summary["failures"])
+    parts = [
+        ["# GPU verification"],
+        INTRODUCTION,
+        _facts_table(summary["facts"], counts.items()),
+        ["## Failures"],
+        _table(["test", "reason"], failures)
+        if failures
+        else ["None." if counts["passed"] else "Nothing was run."],
+        *part("Collected, but not run", ["file", "tests"], quoted(summary["not_run"])),
+        *sanitizer_parts(sanitizer),
+        ["## Kernels"],
+        _table(["kernel", *OUTCOMES], [(n, *c) for n, c in summary["kernels"].items()]),
+        *part("Reasons of skipped tests", ["reason", "tests"], list(summary["skips"].items())),
     ]
-    failures = summary["failures"]
-    if failures:
-        rows = [(f"`{name}`", reason) for name, reason in failures.items()]
-        lines += _table(["test", "reason"], rows)
-    else:
-        lines.append("None." if counts["passed"] else "Nothing was run.")
-    if summary["not_run"]:
-        lines += ["", "## Collected, but not run", ""]
-        lines += _table(["file", "tests"], [(f"`{n}`", c) for n, c in summary["not_run"].items()])
-    lines += ["", *sanitizer_lines(sanitizer), "## Kernels", ""]
-    lines += _table(["kernel", *OUTCOMES], [(n, *c) for n, c in summary["kernels"].items()])
-    if summary["skips"]:
-        lines += ["", "## Reasons of skipped tests", ""]
-        lines += _table(["reason", "tests"], list(summary["skips"].items()))
-    return "\n".join(lines) + "\n"
+    return "\n".join(results_docs.joined(parts)) + "\n"
 
 
 def rendered(docs: pathlib.Path) -> str:
@@ -251,19 +244,13 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("record", nargs="?", type=pathlib.Path, help="of --write-verification")
     parser.add_argument("--check", action="store_true", help="change nothing, fail if it would")
     parser.add_argument("--docs", type=pathlib.Path, default=ROOT / "docs")
-    arguments = parser.parse_args(words)
-    docs = arguments.docs
-    if arguments.record is not None:
-        write_json(docs / SUMMARY, summarise(json.loads(arguments.record.read_text())))
-    text = rendered(docs)
-    target = docs / PAGE
-    if arguments.check:
-        if not target.exists() or target.read_text() != text:
-            print(f"{target} is not what {SUMMARY} says: run make docs")
-            return 1
-        return 0
-    target.write_text(text)
-    return 0
+    chosen = parser.parse_args(words)
+    if chosen.record is not None:
+        write_json(chosen.docs / SUMMARY, summarise(json.loads(chosen.record.read_text())))
+    stale = results_docs.rewrite(
+        chosen.docs / PAGE, rendered(chosen.docs), chosen.check, "run make docs"
+    )
+    return int(chosen.check and stale)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``python -m pantile info | kernels | check | bench``: what there is, is it right, is it fast."""
+"""What there is on this machine, is it right, is it fast: info, kernels, check and bench."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pantile
 from pantile import _info
-from pantile._report import print_table
+from pantile._report import INTERRUPTED, Progress, print_table, run_to_the_end
 from pantile.bench import command
 
 
@@ -33,6 +33,11 @@ def _describe(device: dict) -> str:
     )
 
 
+def _why_no_cuda() -> str:
+    reason = pantile.cuda_reason()
+    return f"{reason} (is there an NVIDIA driver?)" if "InsufficientDriver" in reason else reason
+
+
 def info(_: argparse.Namespace) -> int:
     torch_version = _load_torch()
     build = pantile.build_info()
@@ -45,14 +50,13 @@ def info(_: argparse.Namespace) -> int:
     rows += [[f"build: {key}", str(value)] for key, value in build.items() if key != "version"]
     for device in pantile.devices():
         rows.append([f"{device['type']}:{device['index']}", _describe(device)])
-    if pantile.cuda_reason():
-        rows.append(["cuda", pantile.cuda_reason()])
+    rows.append(["cuda", _why_no_cuda()])
     table = pantile.kernels()
     for backend in dict.fromkeys(row["backend"] for row in table):
         mine = [row for row in table if row["backend"] == backend]
         compiled = sum(row["compiled"] for row in mine)
         rows.append([f"backend {backend}", f"{compiled} of {len(mine)} kernels compiled"])
-    print_table("pantile info", ["what", "value"], rows)
+    print_table("pantile info", ["what", "value"], [row for row in rows if row[1]])
     return 0
 
 
@@ -62,7 +66,9 @@ def kernels(_: argparse.Namespace) -> int:
         ["yes" if row[c] is True else "no" if row[c] is False else str(row[c]) for c in columns]
         for row in pantile.kernels()
     ]
-    print_table("kernels, in the order in which they are tried", columns, rows)
+    title = "kernels, in the order in which they are tried"
+    # What the name says too may be left out.
+    print_table(title, columns, rows, ("backend", "pass", "dtype", "mask", "head_dim_v"))
     return 0
 
 
@@ -72,7 +78,14 @@ def check(arguments: argparse.Namespace) -> int:
         return 2
     from pantile._check import check_rows
 
-    found = list(check_rows(arguments.backend))
+    found, progress, interrupted = [], Progress(), False
+    try:
+        for row in check_rows(arguments.backend):
+            found.append(row)
+            progress.start(f"{row.kernel}, {row.mask}: {row.verdict}")
+    except KeyboardInterrupt:
+        interrupted = True
+    progress.finish()
     rows = [
         [
             row.verdict,
@@ -88,32 +101,59 @@ def check(arguments: argparse.Namespace) -> int:
         for row in found
     ]
     columns = ["", "backend", "dtype", "head_dim", "mask", "pass", "error", "bound", "kernel"]
-    print_table("largest error against float64; bound: twice the textbook's", columns, rows)
+    title = "largest error against float64; bound: twice the textbook's"
+    print_table(title, columns, rows, ("backend", "dtype", "pass", "head_dim"))
     failed = sum(row.verdict == "FAIL" for row in found)
     served = sum(row.error is not None for row in found)
-    print(f"{served - failed} ok, {failed} failed, {len(found) - served} not served by any kernel")
+    early = "interrupted: " if interrupted else ""
+    print(
+        f"{early}{served - failed} ok, {failed} failed, {len(found) - served} not served by any "
+        "kernel"
+    )
+    if interrupted:
+        return INTERRUPTED
     return 1 if failed else 0
 
 
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="pantile", description=__doc__)
+    p.add_argument("--version", action="version", version=f"pantile {pantile.__version__}")
+    commands = p.add_subparsers(dest="command", metavar="command")
+    for name, run, what in (
+        ("info", info, "devices, backends, build"),
+        ("kernels", kernels, "the kernel table"),
+        ("check", check, "every available backend against float64"),
+        ("bench", command.bench, "speed on this machine against torch"),
+    ):
+        text = command.__doc__ if name == "bench" else f"{what}."
+        form = argparse.RawDescriptionHelpFormatter
+        one = commands.add_parser(name, help=what, description=text, formatter_class=form)
+        one.set_defaults(run=run)
+        if name == "bench":
+            command.add_arguments(one)
+        if name == "check":
+            one.add_argument(
+                "--backend",
+                action="append",
+                choices=["hopper", "ampere", "cpu", "reference"],
+                help="only this backend; may be repeated (default: all that this machine has)",
+            )
+    return p
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pantile", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="devices, backends, build").set_defaults(run=info)
-    commands.add_parser("kernels", help="the kernel table").set_defaults(run=kernels)
-    checker = commands.add_parser("check", help="every available backend against float64")
-    checker.add_argument(
-        "--backend",
-        action="append",
-        choices=["hopper", "ampere", "cpu", "reference"],
-        help="only this backend; may be repeated",
-    )
-    checker.set_defaults(run=check)
-    measure = commands.add_parser("bench", help="speed on this machine against torch")
-    command.add_arguments(measure)
-    measure.set_defaults(run=command.bench)
-    chosen = parser.parse_args(arguments)
+    p = parser()
+    chosen = p.parse_args(arguments)
+    if chosen.command is None:
+        p.print_help()
+        return 0
     return chosen.run(chosen)
 
 
+def command_line() -> int:
+    """The entry point of ``pantile`` and ``python -m pantile``."""
+    return run_to_the_end(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line())

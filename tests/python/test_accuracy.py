@@ -9,13 +9,14 @@ import pantile
 import pytest
 import torch
 from pantile import reference
+from pantile.bench import check
 
 CASE = accuracy_cases.Case("bf16", 16, "causal", 70, "outlier")
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_the_exact_answer_is_the_textbook_in_double(mask, monkeypatch):
-    monkeypatch.setattr(accuracy_cases, "ROW_CHUNK", 32)  # several chunks, the last one ragged
+    monkeypatch.setattr(check, "CHUNK_SCORES", 32 * 2 * 70)  # chunks of 32 rows, the last ragged
     case = accuracy_cases.Case("f32", 16, mask, 70, "normal")
     inputs = accuracy_cases.draw(case, "cpu")
     found = accuracy_cases.exact(case, inputs, backward=True)
@@ -36,6 +37,25 @@ def test_inputs_are_exact_in_the_dtype_and_repeat():
     assert large["grad_o"].abs().max() < 7
 
 
+def test_laws_of_gradients_have_a_common_part():
+    for law in accuracy_cases.GRADIENT_LAWS:
+        inputs = accuracy_cases.draw(accuracy_cases.Case("f32", 64, "full", 500, law), "cpu")
+        k, v = inputs["k"], inputs["v"]
+        means = k.mean(1).abs()
+        expected, size = (3.0, 3.0) if law == "offset 3" else (3 * k.std(1).mean().item(), 1.0)
+        assert means.mean().item() == pytest.approx(expected, rel=0.1), law
+        assert v.mean().item() == pytest.approx(size, abs=0.1), law
+        assert abs(inputs["q"].mean().item()) < 0.05, law
+
+
+def test_gradients_of_a_common_part_need_the_low_bits():
+    """The sum of dS over the keys is 0; rounding O to 16 bits would leave an offset times K."""
+    case = accuracy_cases.Case("bf16", 32, "full", 256, "offset 3")
+    methods = {"ours": accuracy.implementations("cpu")["pantile cpu"]}
+    (row,) = accuracy.measure_case(case, "cpu", True, methods)
+    assert 0 < row["errors"]["dq"]["relative"] < 0.05
+
+
 def test_error_figures():
     truth = {"o": torch.tensor([3.0, 4.0], dtype=torch.float64)}
     found = accuracy_cases.errors({"o": torch.tensor([3.0, 3.0])}, truth)["o"]
@@ -43,7 +63,7 @@ def test_error_figures():
 
 
 def test_every_implementation_of_this_machine_is_close():
-    rows = list(accuracy.measure_case(CASE, "cpu", backward=True))
+    rows = list(accuracy.measure_case(CASE, "cpu", True, accuracy.implementations("cpu")))
     assert [row["implementation"] for row in rows] == list(accuracy.implementations("cpu"))
     for row in rows:
         assert row["absent"] is None
@@ -53,7 +73,7 @@ def test_every_implementation_of_this_machine_is_close():
 
 def test_an_implementation_that_fails_is_named():
     case = accuracy_cases.Case("bf16", 16, "causal", 70, "normal")
-    (row,) = accuracy.measure_case(case, "cpu", True, only={"textbook"})
+    (row,) = accuracy.measure_case(case, "cpu", True, {"textbook": accuracy.run_textbook})
     assert row["absent"] is None
     rows = accuracy.measure_fp8(accuracy_cases.Case("f32", 16, "full", 40, "outlier"), "cpu")
     absent = {row["implementation"]: row["absent"] for row in rows}

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from pantile import __main__ as command_line
-from pantile.bench import cases, check, command, measure, peers, sweep
+from pantile.bench import cases, check, command, figures, measure, peers, sweep
 
 SMALL = ["--device", "cpu", "--head-dims", "16", "--lengths", "32", "--heads", "2", "--rounds", "2"]
 
@@ -33,16 +33,25 @@ def test_prints_a_table_and_writes_the_results(capsys, tmp_path):
     for line in lines[1:5]:
         results = line["results"]["back_to_back"]
         assert set(results) == {"pantile", *peers.CPU_PEERS}
-        for figures in results.values():
-            assert 0 < figures["ms_p20"] <= figures["ms"] <= figures["ms_p80"]
-            assert figures["tflops"] > 0
-        value, best = sweep.ratio(results)
+        for found in results.values():
+            assert 0 < found["ms_p20"] <= found["ms"] <= found["ms_p80"]
+            assert found["tflops"] > 0
+        value, best = figures.ratio(results)
         assert f"{value:.2f}x {best}" in output
+
+
+def test_variants_of_ours_are_measured_or_say_why_not(capsys):
+    words = ["--head-dims", "32", "--lengths", "16", "--masks", "full", "--peers", "math (torch)"]
+    assert bench("--device", "cpu", *words, "--rounds", "1", "--deterministic", "--softmax") == 0
+    output = capsys.readouterr().out
+    assert "pantile, deterministic ms" in output
+    assert "pantile, vector ms" in output
+    assert "absent in 1 of the rows: pantile, surrogate: " in output
 
 
 def test_says_when_there_is_no_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench("--device", "cuda") == command.NO_DEVICE
+    assert bench("--device", "cuda") == command.NOT_POSSIBLE
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "--device cuda" in captured.err
@@ -57,17 +66,106 @@ def test_says_when_there_is_no_gpu(capsys, monkeypatch):
         (["--masks", "casual"], "--masks is 'casual'; it must be of full, causal"),
         (["--passes", "both"], "--passes is 'both'; it must be of forward, backward"),
         (["--heads", "-1"], "--heads is -1; it must be a positive integer"),
+        (["--rounds", "0"], "--rounds is 0; it must be a positive integer"),
+        (["--round-ms", "nan"], "--round-ms is nan; it must be a positive number"),
+        (["--lengths", ","], "--lengths is ','; it must be positive integers"),
+        (["--dtype", "float64"], "--dtype is 'float64'; it must be of bfloat16, float16"),
+        (["--only-special"], "the suite quick has no special cases"),
+        (["--backend", "hopper"], "--backend hopper runs on cuda; the device is cpu"),
         (["--peers", "FA9"], "peer 'FA9' is not known; there are: torch, math (torch)"),
     ],
 )
 def test_names_a_wrong_argument(words, message, capsys):
-    assert bench("--device", "cpu", *words) == command.NO_DEVICE
+    assert bench("--device", "cpu", *words) == command.NOT_POSSIBLE
     assert message in capsys.readouterr().err
 
 
+def test_refuses_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(sweep, "measure_case", None)
+    assert bench(*SMALL, "--backend", "ampere") == command.NOT_POSSIBLE
+
+
 def test_fails_when_no_kernel_serves(capsys):
-    assert bench(*SMALL, "--backend", "hopper", "--passes", "forward") == 1
-    assert "absent in 2 of the rows: pantile: " in capsys.readouterr().out
+    words = ["--passes", "forward", "--masks", "full", "--head-dims", "1024"]
+    assert bench(*SMALL, *words) == 1
+    assert "absent in 1 of the rows: pantile: " in capsys.readouterr().out
+
+
+def interrupting(at: int):
+    """measure_case that Ctrl-C ends at its call number `at`."""
+    real, calls = sweep.measure_case, []
+
+    def measure_case(*arguments):
+        calls.append(arguments)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    return measure_case
+
+
+def test_interrupted_run_keeps_what_was_measured(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "bench.jsonl"
+    monkeypatch.setattr(sweep, "measure_case", interrupting(at=3))
+    assert bench(*SMALL, "--out", str(path)) == 130
+    lines = figures.read(path)
+    assert [line["kind"] for line in lines] == ["run", "timing", "timing", "summary"]
+    assert lines[0]["interrupted"] is True
+    captured = capsys.readouterr()
+    assert captured.out.count("d16 ") == 3  # two rows, and the worst of the summary
+    assert captured.err.splitlines()[-1] == "interrupted"
+
+
+def test_several_types_and_passes_stand_apart(capsys):
+    words = ["--dtype", "float32,bfloat16", "--passes", "forward+backward", "--masks", "causal"]
+    assert bench(*SMALL, *words, "--heads-k", "1", "--batch", "1") == 0
+    output = capsys.readouterr().out
+    for dtype in ("float32", "bfloat16"):
+        assert f"forward+backward {dtype}" in output
+
+
+def test_progress_is_on_stderr(capsys):
+    assert bench(*SMALL, "--passes", "forward") == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "[1/2] d16 full 32, forward, float32",
+        "[2/2] d16 causal 32, forward, float32",
+    ]
+
+
+@pytest.mark.parametrize("suite", ["hopper", "ampere", "cpu"])
+def test_a_suite_gives_what_is_not_given(suite):
+    given = {"suite": suite, "only_special": False, "no_special": False, "rounds": 1}
+    given |= dict.fromkeys(("flushed", "deterministic", "softmax"), False) | {"round_ms": 1.0}
+    given |= cases.suite(suite)
+    chosen = command._chosen(given, given["device"])
+    special = {"hopper": 7, "ampere": 6, "cpu": 0}[suite]
+    assert sum(not figures.is_grid({"case": c.name, "head_dim": c.head_dim}) for c in chosen) == (
+        special
+    )
+    for setup in command.setups_of(given, given["device"]):
+        assert setup.backend == suite
+    given["head_dims"] = "8"
+    assert {c.head_dim for c in command._chosen(given | {"no_special": True}, "cpu")} == {8}
+
+
+def test_the_bars_of_the_cpu(monkeypatch):
+    import cpu
+
+    row = {"pass": "forward", "dtype": "bfloat16", "head_dim": 64, **cpu.PROMISED}
+    row["results"] = {"back_to_back": {"pantile": {"ms": 1.0}, "torch": {"ms": 1.5}}}
+    for isa, bar, met in (("avx512", 1.8, False), ("avx2", 1.2, True), ("baseline", None, None)):
+        cpu.judge(row, {"isa": isa})
+        assert (row["bar"], row["met"], row["ratio"]) == (bar, met, 1.5)
+    assert cpu.bar_of(row | {"seqlen": 1}, "avx512") is None
+
+
+def test_a_missed_bar_fails_the_command(capsys):
+    def judge(row: dict, _run: dict) -> None:
+        row |= {"bar": 1e9, "met": False}
+
+    words = ["bench", *SMALL, "--passes", "forward", "--masks", "full"]
+    assert command.bench(command_line.parser().parse_args(words), judge) == 1
+    assert "MISSES" in capsys.readouterr().out
 
 
 # ---- results are compared before they are timed
@@ -87,8 +185,8 @@ def test_right_contenders_are_timed(name, what):
     row = sweep.measure_case(CHECKED[name], what, CPU_SETUP)
     assert row["wrong"] == []
     timed = row["results"]["back_to_back"]
-    assert sweep.OURS in timed
-    assert set(timed) | set(row["absent"]) == {sweep.OURS, *peers.CPU_PEERS}
+    assert figures.OURS in timed
+    assert set(timed) | set(row["absent"]) == {figures.OURS, *peers.CPU_PEERS}
 
 
 @pytest.mark.parametrize("chunk", [1, 700, 2**26])
@@ -127,9 +225,9 @@ def test_wrong_contenders_are_reported_and_not_timed(monkeypatch, name, how, wha
         monkeypatch.setitem(CHECKED, name, cases.Case("p", 2, 4, 2, 16, 90, False, lengths=(90, 2)))
     monkeypatch.setattr(sweep, "ours", ours)
     row = sweep.measure_case(CHECKED[name], what, CPU_SETUP)
-    assert row["wrong"] == [sweep.OURS]
-    assert row["absent"][sweep.OURS].startswith("wrong result, not timed: ")
-    assert sweep.OURS not in row["results"]["back_to_back"]
+    assert row["wrong"] == [figures.OURS]
+    assert row["absent"][figures.OURS].startswith("wrong result, not timed: ")
+    assert figures.OURS not in row["results"]["back_to_back"]
 
 
 def test_a_wrong_result_of_ours_fails_the_command(monkeypatch, capsys):
@@ -213,26 +311,27 @@ def test_catalogue_names_are_unique_and_read():
 
 def timing(case: str, ours: float, **others: float) -> dict:
     results = {name: {"ms": ms} for name, ms in {"pantile": ours, **others}.items()}
-    return {"case": case, "pass": "forward", "results": {"back_to_back": results}}
+    row = {"case": case, "pass": "forward", "dtype": "float32"}
+    return row | {"results": {"back_to_back": results}}
 
 
 def test_ratio_is_to_the_fastest_peer():
     results = timing("x", 2.0, a=3.0, b=5.0)["results"]["back_to_back"]
-    assert sweep.ratio(results) == (1.5, "a")
-    assert sweep.ratio({"pantile": {"ms": 1.0}})[1] == "-"
+    assert figures.ratio(results) == (1.5, "a")
+    assert figures.ratio({"pantile": {"ms": 1.0}})[1] == "-"
 
 
 def test_deterministic_figures_are_ours_and_no_peers():
     results = timing("x", 2.0, a=3.0)["results"]["back_to_back"]
     results[sweep.DETERMINISTIC] = {"ms": 1.0}
-    assert sweep.ratio(results) == (1.5, "a")
+    assert figures.ratio(results) == (1.5, "a")
 
 
 def test_appended_run_keeps_earlier_timings():
     def lines(run: str, case: str) -> list[dict]:
         rows = [timing(case, 2.0, a=4.0) | {"kind": "timing"}]
         first = {"kind": "run", "commit": run, "commands": [f"run {run}"], "seconds": 1.5}
-        return [first, *rows, *sweep.summarise(rows)]
+        return [first, *rows, *figures.summarise(rows)]
 
     found = sweep.joined(lines("1", "x"), lines("2", "y"))
     assert [line["kind"] for line in found] == ["run", "timing", "timing", "summary"]
@@ -245,10 +344,16 @@ def test_appended_run_keeps_earlier_timings():
 
 def test_summary():
     rows = [timing("x", 2.0, a=4.0), timing("y", 2.0, a=1.0), timing("z", 2.0)]
-    (line,) = sweep.summarise(rows)
+    (line,) = figures.summarise(rows)
     assert line["cells"] == 2
     assert line["geometric_mean"] == 1.0
     assert (line["worst"], line["worst_case"], line["below_one"]) == (0.5, "y", 1)
+
+
+def test_types_are_summed_up_apart():
+    rows = [timing("x", 1.0, a=2.0), timing("x", 1.0, a=3.0) | {"dtype": "float16"}]
+    found = {line["dtype"]: line["geometric_mean"] for line in figures.summarise(rows)}
+    assert found == {"float32": 2.0, "float16": 3.0}
 
 
 def test_every_absent_peer_has_a_reason(monkeypatch):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
 import sys
-import zlib
 
 import compare
 import counters
@@ -125,46 +123,48 @@ def grid(lengths=(512, 1024, 2048)) -> list[dict]:
     return [run, *rows]
 
 
+CONTENTS = """
+[plots]
+"x.svg" = ["x.jsonl", "speed", "forward"]
+"x_ratio.svg" = ["x.jsonl", "ratio", "forward"]
+"""
+
+
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
+    monkeypatch.setattr(plot.results_docs, "RESULTS", tmp_path)
+    (tmp_path / "contents.toml").write_text(CONTENTS)
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in grid()))
     return path
 
 
-def test_images_of_a_file(results):
-    assert [p.name for p in plot.images(results)] == ["x_forward.png", "x_forward_ratio.png"]
-    short = results.with_name("x_forward.jsonl")
-    short.write_text("".join(json.dumps(line) + "\n" for line in grid((512, 1024))))
-    assert plot.images(short) == {}
-
-
-def test_an_image_knows_its_file(results, monkeypatch):
-    pytest.importorskip("matplotlib")
-    assert plot.stale() == [
-        "x_forward.png is missing: run make docs",
-        "x_forward_ratio.png is missing: run make docs",
-    ]
-    monkeypatch.setattr(sys, "argv", ["plot.py"])
+def run_plot(monkeypatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["plot.py", *words])
     plot.main()
-    assert plot.stale() == []
+
+
+def test_a_plot_knows_its_file(results, monkeypatch):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit, match=r"x\.svg was not drawn from this x\.jsonl: run make docs"):
+        run_plot(monkeypatch, "--check")
+    run_plot(monkeypatch)
+    first = results.with_name("x.svg").read_bytes()
+    run_plot(monkeypatch, str(results), "speed", "forward")
+    assert results.with_name("x_speed_forward.svg").read_bytes() == first
+    results.with_name("x_speed_forward.svg").rename(results.with_name("x.svg"))
+    assert plot.stale() == {}
     results.write_text(results.read_text() + json.dumps({"kind": "summary"}) + "\n")
     assert len(plot.stale()) == 2
-    assert "was not drawn from this x.jsonl" in plot.stale()[0]
 
 
-def test_text_chunks_are_read_without_a_library(tmp_path):
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I4s", len(data), kind) + data + struct.pack(">I", zlib.crc32(data))
-
-    path = tmp_path / "x.png"
-    parts = [chunk(b"IHDR", bytes(13)), chunk(b"tEXt", b"key\0value"), chunk(b"IEND", b"")]
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
-    assert plot.text_chunks(path) == {"key": "value"}
+def test_a_plot_of_no_page_is_named(results):
+    results.with_name("y.svg").touch()
+    assert "y.svg is not in contents.toml" in plot.stale().values()
 
 
-def test_memory_plot(results):
+def test_memory_plot():
     pytest.importorskip("matplotlib")
     rows = [
         {
@@ -180,6 +180,16 @@ def test_memory_plot(results):
     panel = plot.draw_memory([{"kind": "run", "commit": "abc", "device": "GPU X"}, *rows]).axes[0]
     assert len(panel.lines) == 3
     assert list(panel.lines[2].get_ydata()) == [1.0, 4.0]
+
+
+def test_losses_of_equal_runs_leave_a_gap():
+    pytest.importorskip("matplotlib")
+    runs = [{"attention": n, "losses": [5.0, last]} for n, last in (("a", 4.0), ("b", 4.5))]
+    report = {"runs": runs, "parameters": 1e6, "device": "GPU X"}
+    _, bottom = plot.draw_losses([report]).axes
+    first, second = bottom.lines[0].get_ydata()
+    assert first != first
+    assert second == 0.5
 
 
 # ---- counters
@@ -249,9 +259,11 @@ def test_the_longest_kernel_of_a_call_is_shown():
 def test_every_case_of_the_utilisation_report_is_well_formed():
     names = utilisation.case_names()
     assert len(set(names)) == len(names)
+    known = {utilisation.OURS, utilisation.GEMM, *peers.GPU_PEERS}
+    known |= {f"pantile, {name}" for name in sweep.SOFTMAX_VARIANTS}
     for name in names:
         implementation, what, dtype, head_dim, _ = name.split("|")
-        assert implementation in (utilisation.OURS, utilisation.GEMM, *peers.GPU_PEERS)
+        assert implementation in known
         assert what in ("forward", "backward")
         assert dtype in sweep.DTYPES
         assert 2048 % int(head_dim) == 0 or implementation == utilisation.GEMM

@@ -137,6 +137,26 @@ def test_what_a_build_leaves_out(tmp_path):
     assert kernel_budget.left_out(tmp_path) == ("ampere_on_hopper",)
 
 
+def test_a_report_fails_until_its_figures_are_the_budget(
+    budget_file, tmp_path, monkeypatch, capsys
+):
+    build = tmp_path / "generated"
+    build.mkdir()
+    (build / "build_info.h").write_text('"nvcc": "13.0.88"')
+
+    def run(*words: str, errors: tuple[str, ...] = ()) -> int:
+        monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path), *words])
+        limits = kernel_report.worse, kernel_report.worse_elsewhere
+        return kernel_budget.report("ptxas", "doc", lambda _: ({"a": FIGURES}, [*errors]), *limits)
+
+    assert run() == 1
+    assert run("--update", errors=("a row without a log",)) == 1
+    assert not budget_file.exists()
+    assert run("--update") == 0
+    assert run() == 0
+    assert capsys.readouterr().out.endswith("ptxas: within budget\n")
+
+
 def test_kernel_names():
     assert kernel_budget.kernel_name("_ZN7pantile6hopper7forwardILi64EEEvi") == "forward"
     assert kernel_budget.kernel_name("_Z8attn_fwdILi64EEvv") == "attn_fwd"

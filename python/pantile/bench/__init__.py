@@ -1,5 +1,6 @@
-"""The measuring core of ``python -m pantile bench`` and of the scripts in ``benchmarks/``.
+"""The measuring core of ``pantile bench`` and of the scripts in ``benchmarks/``.
 
 cases: the catalogue of shapes. measure: timing. peers: other implementations. check: is what they
-compute right? sweep: cases times contenders, as a table and as JSON lines.
+compute right? sweep: a case times its contenders. figures: results files and what they say.
+command: the command.
 """

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import pathlib
 import random
+import sys
 from dataclasses import dataclass, replace
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError as error:  # Python 3.10
+else:
     try:
         import tomli as tomllib
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
         raise ModuleNotFoundError("with Python 3.10 the benchmarks need tomli") from error
 
 CATALOGUE = tomllib.loads((pathlib.Path(__file__).parent / "cases.toml").read_text())
@@ -65,37 +66,30 @@ def small(case: Case, longest: int = 200) -> Case:
     )
 
 
-def grid(head_dims=None, lengths=None, masks=None) -> list[Case]:
+def grid(head_dims=None, lengths=None, masks=None, batch=None, heads=None, heads_k=None):
+    """The grid of the catalogue, or a part of it; the number of tokens and the hidden size give
+    the sequences and the heads that are not named."""
     spec = CATALOGUE["grid"]
-    return [
-        Case(
-            f"d{d} {mask} {n}",
-            spec["tokens"] // n,
-            spec["hidden"] // d,
-            spec["hidden"] // d,
-            d,
-            n,
-            mask == "causal",
-        )
-        for d in head_dims or spec["head_dims"]
-        for mask in masks or spec["masks"]
-        for n in lengths or spec["lengths"]
-    ]
+    found = []
+    for d in head_dims or spec["head_dims"]:
+        own = heads or spec["hidden"] // d
+        for mask in masks or spec["masks"]:
+            for n in lengths or spec["lengths"]:
+                size = batch or max(1, spec["tokens"] // n)
+                found.append(
+                    Case(f"d{d} {mask} {n}", size, own, heads_k or own, d, n, mask == "causal")
+                )
+    return found
+
+
+def suite(name: str) -> dict:
+    """What the arguments of ``pantile bench`` are unless given."""
+    return dict(CATALOGUE["suite"].get(name, {}))
 
 
 def quick(device: str) -> dict:
-    """The small grid of ``python -m pantile bench``: keyword arguments of :func:`small_grid`."""
-    return dict(CATALOGUE["quick"][device])
-
-
-def small_grid(batch, heads, head_dims, lengths, masks) -> list[Case]:
-    """Cases of one batch and head count, named like those of :func:`grid`."""
-    return [
-        Case(f"d{d} {mask} {n}", batch, heads, heads, d, n, mask == "causal")
-        for d in head_dims
-        for mask in masks
-        for n in lengths
-    ]
+    """The shapes of the suite quick: keyword arguments of :func:`grid`."""
+    return CATALOGUE["quick"][device]
 
 
 def special() -> list[Case]:

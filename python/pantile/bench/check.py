@@ -42,7 +42,8 @@ def sample_of(problem: Problem) -> Sample:
     case = problem.case
     group = case.heads_q // case.heads_k
     heads = slice(case.heads_q - group, case.heads_q)
-    if problem.cu_seqlens is None:
+    at: tuple
+    if case.lengths is None:
         at = (case.batch - 1, slice(None))
     else:
         longest = case.lengths.index(max(case.lengths))
@@ -51,44 +52,59 @@ def sample_of(problem: Problem) -> Sample:
     return Sample((*at, heads), (*at, case.heads_k - 1))
 
 
-def _shown(problem: Problem, first: int, last: int, keys: int, device) -> torch.Tensor:
-    """Boolean [last - first, keys]: what queries first to last see."""
-    window = None if problem.case.window_left is None else (problem.case.window_left, 0)
-    left, right = window_bounds(problem.case.causal, window)
-    position = torch.arange(first, last, device=device)[:, None]
+def _hidden(rows: slice, keys: int, bounds: tuple[int, int], device) -> torch.Tensor:
+    """Boolean [rows, keys]: what queries do not see, of a window (left, right); -1: no bound."""
+    position = torch.arange(rows.start, rows.stop, device=device)[:, None]
     key = torch.arange(keys, device=device)[None, :]
-    shown = torch.ones(last - first, keys, dtype=torch.bool, device=device)
+    hidden = torch.zeros(len(position), keys, dtype=torch.bool, device=device)
+    left, right = bounds
     if left >= 0:
-        shown &= key >= position - left
+        hidden |= key < position - left
     if right >= 0:
-        shown &= key <= position + right
-    return shown
+        hidden |= key > position + right
+    return hidden
 
 
-def textbook(problem: Problem, inputs: tuple) -> dict[str, torch.Tensor]:
-    """float32 results of the sampled q [rows, heads, dim], k, v [keys, dim] and dO: o or gradients,
-    in the layout of the inputs."""
-    q, k, v, grad_o = (x.detach().float() for x in inputs)
-    q, grad_o = q.transpose(0, 1), grad_o.transpose(0, 1)  # [heads, rows, dim]
+def textbook(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad_o: torch.Tensor,
+    bounds: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    backward: bool = True,
+) -> dict[str, torch.Tensor]:
+    """o, lse and, with ``backward``, dq, dk and dv of [..., heads, rows, dim]; a chunk of queries
+    at a time, so that memory stays linear in the length. k and v may have one head for all."""
+    q, k, v, grad_o = (x.detach().to(dtype) for x in (q, k, v, grad_o))
     scale = q.shape[-1] ** -0.5
-    o, dq = torch.empty_like(grad_o), torch.empty_like(q)
+    o, lse, dq = torch.empty_like(grad_o), torch.empty_like(q[..., 0]), torch.empty_like(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    rows = max(CHUNK_SCORES // (q.shape[0] * k.shape[0]), 1)
-    for first in range(0, q.shape[1], rows):
-        at = slice(first, min(first + rows, q.shape[1]))
-        scores = q[:, at] @ k.T * scale
-        shown = _shown(problem, at.start, at.stop, k.shape[0], q.device)
-        p = torch.softmax(scores.masked_fill_(~shown, -math.inf), -1)
-        o[:, at] = p @ v
-        if problem.what == "forward":
+    count = max(CHUNK_SCORES // (q[..., 0, 0].numel() * k.shape[-2]), 1)
+    for first in range(0, q.shape[-2], count):
+        at = slice(first, min(first + count, q.shape[-2]))
+        scores = q[..., at, :] @ k.mT * scale
+        scores.masked_fill_(_hidden(at, k.shape[-2], bounds, q.device), -math.inf)
+        lse[..., at] = torch.logsumexp(scores, -1)
+        p = scores.sub_(lse[..., at, None]).exp_()
+        o[..., at, :] = p @ v
+        if not backward:
             continue
-        dv += (p.transpose(1, 2) @ grad_o[:, at]).sum(0)
-        delta = (grad_o[:, at] * o[:, at]).sum(-1, keepdim=True)
-        ds = p * (grad_o[:, at] @ v.T - delta)
-        dq[:, at] = ds @ k * scale
-        dk += (ds.transpose(1, 2) @ q[:, at]).sum(0) * scale
-    found = {"o": o.transpose(0, 1), "dq": dq.transpose(0, 1), "dk": dk, "dv": dv}
-    return {name: found[name] for name in NAMES[problem.what]}
+        gradient = grad_o[..., at, :]
+        dv += (p.mT @ gradient).sum_to_size(v.shape)
+        delta = (gradient * o[..., at, :]).sum(-1, keepdim=True)
+        ds = (gradient @ v.mT).sub_(delta).mul_(p)
+        dq[..., at, :] = ds @ k * scale
+        dk += (ds.mT @ q[..., at, :]).sum_to_size(k.shape) * scale
+    return {"o": o, "lse": lse} | ({"dq": dq, "dk": dk, "dv": dv} if backward else {})
+
+
+def _rows_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1)
+
+
+def _one_head(x: torch.Tensor) -> torch.Tensor:
+    return x[0]
 
 
 class Judge:
@@ -108,14 +124,24 @@ class Judge:
         return self._own
 
     def _textbook(self, tensors: tuple) -> dict[str, torch.Tensor]:
-        names = ("q", "k", "v", "do")
-        parts = (self.sample.of(name, x) for name, x in zip(names, tensors, strict=True))
+        case = self.problem.case
+        q, k, v, grad_o = map(self.sample.of, ("q", "k", "v", "do"), tensors)
+        window = None if case.window_left is None else (case.window_left, 0)
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
         try:
-            return textbook(self.problem, tuple(parts))
+            found = textbook(
+                q.transpose(0, 1),  # [heads, rows, dim]
+                k[None],
+                v[None],
+                grad_o.transpose(0, 1),
+                window_bounds(case.causal, window),
+                backward=self.problem.differentiates,
+            )
         finally:
             torch.set_float32_matmul_precision(precision)
+        layout = {"o": _rows_first, "dq": _rows_first, "dk": _one_head, "dv": _one_head}
+        return {name: layout[name](found[name]) for name in NAMES[self.problem.what]}
 
     def wrong(self, contender: Contender) -> str:
         """What is wrong with its results; "" when they are right."""

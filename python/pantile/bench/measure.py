@@ -3,6 +3,7 @@ cancels: the order rotates every round, and only ratios within one run mean anyt
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shlex
@@ -60,43 +61,39 @@ def on_cpu(
     return Contender(name, repeat(call), wall=True, wait=drained, answer=answer)
 
 
-def _back_to_back(contender: Contender, calls: int) -> float:
-    contender.call(1)
+def _timed(contender: Contender, calls: int) -> Callable[[], float]:
+    """Runs calls; what tells the milliseconds of one, when all work is done."""
     if contender.wall:
         contender.wait()
         started = time.perf_counter()
         contender.call(calls)
         contender.wait()
-        return (time.perf_counter() - started) * 1e3 / calls
+        milliseconds = (time.perf_counter() - started) * 1e3 / calls
+        return lambda: milliseconds
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     contender.call(calls)
     end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / calls
+    return lambda: begin.elapsed_time(end) / calls
+
+
+def _back_to_back(contender: Contender, calls: int) -> float:
+    contender.call(1)
+    timed = _timed(contender, calls)
+    contender.wait()
+    return timed()
 
 
 def _flushed(contender: Contender, calls: int, flush: torch.Tensor) -> float:
-    if contender.wall:
-        times = []
-        for _ in range(calls):
-            flush.zero_()
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            contender.call(1)
-            contender.wait()
-            times.append((time.perf_counter() - started) * 1e3)
-        return statistics.median(times)
-    events = []
+    """Call by call, each after a write that throws its operands out of the L2."""
+    timed = []
     for _ in range(calls):
         flush.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        contender.call(1)
-        end.record()
-        events.append((begin, end))
+        if contender.wall:
+            torch.cuda.synchronize()
+        timed.append(_timed(contender, 1))
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in events)
+    return statistics.median(read() for read in timed)
 
 
 def _warm(contender: Contender) -> float:
@@ -123,11 +120,11 @@ def interleave(
     for i in range(rounds):
         shift = i % len(contenders)
         for contender in contenders[shift:] + contenders[:shift]:
-            if flush is not None:
-                value = _flushed(contender, min(10, calls[contender.name]), flush)
+            count = calls[contender.name]
+            if flush is None:
+                contender.milliseconds.append(_back_to_back(contender, count))
             else:
-                value = _back_to_back(contender, calls[contender.name])
-            contender.milliseconds.append(value)
+                contender.milliseconds.append(_flushed(contender, min(10, count), flush))
 
 
 def _query(*options: str) -> list[str]:
@@ -138,38 +135,28 @@ def gpu_state() -> dict:
     """Name, driver, clocks, power and temperature as the driver reports them now; empty when it
     does not."""
     fields = ("name", "driver_version", *MONITORED)
+    command = _query(f"--query-gpu={','.join(fields)}")
     try:
-        text = subprocess.run(
-            _query(f"--query-gpu={','.join(fields)}"),
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout
+        done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(fields, (x.strip() for x in text.splitlines()[0].split(",")), strict=True))
+    values = done.stdout.splitlines()[0].split(",")
+    return {name: value.strip() for name, value in zip(fields, values, strict=True)}
 
 
 def summarise_samples(lines: list[str]) -> dict:
     """{field: {"median", "lowest", "highest"}} of the monitor's lines; fields that are no numbers
     (the driver answers "[N/A]" then) are left out."""
-    rows = [line.split(",") for line in lines]
-    rows = [row for row in rows if len(row) == len(MONITORED)]
+    rows = [row for row in (line.split(",") for line in lines) if len(row) == len(MONITORED)]
     found = {}
     for i, name in enumerate(MONITORED):
         values = []
-        for text in (row[i] for row in rows):
-            try:
-                values.append(float(text))
-            except ValueError:
-                continue
+        for row in rows:
+            with contextlib.suppress(ValueError):
+                values.append(float(row[i]))
         if values:
-            found[name] = {
-                "median": statistics.median(values),
-                "lowest": min(values),
-                "highest": max(values),
-            }
+            extremes = {"lowest": min(values), "highest": max(values)}
+            found[name] = {"median": statistics.median(values)} | extremes
     return found
 
 
@@ -179,22 +166,21 @@ class Monitor:
 
     def __enter__(self) -> Monitor:
         self.summary: dict = {}
-        try:
+        self._process: subprocess.Popen[str] | None = None
+        with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 _query("-i", "0", f"--query-gpu={','.join(MONITORED)}", "-lms", "200"),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
             )
-        except OSError:
-            self._process = None
         return self
 
     def __exit__(self, *_) -> None:
         if self._process is None:
             return
         self._process.terminate()
-        text, _ = self._process.communicate()
+        text = self._process.communicate()[0]
         self.summary = summarise_samples(text.splitlines())
 
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.metadata
 import os
+import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -74,42 +75,39 @@ def contender(
     return Contender(name, repeat(call), answer=answer)
 
 
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
 def heads_second(x: torch.Tensor) -> torch.Tensor:
     """[batch, heads, seq, dim], torch's own layout, as [batch, seq, heads, dim]."""
     return x.transpose(1, 2)
 
 
-def differentiable(
-    name: str, problem: Problem, forward, leaves, grad_o, layout=_as_it_is
-) -> Contender:
+def differentiable(name: str, problem: Problem, forward, leaves, layout=None) -> Contender:
     """Times `forward()` without a graph, its backward with one that is kept, or both together.
-    ``layout`` brings its results into the layout of the problem."""
-    if problem.what == "forward":
+    ``layout`` brings tensors into the layout of the problem and back."""
+    layout = layout or (lambda x: x)
+    grad_o = layout(problem.grad_o)
+    o = forward() if problem.what == "backward" else None
 
-        def call():
+    def call() -> tuple:
+        if problem.what == "forward":
             with torch.no_grad():
                 return (forward(),)
-
-    elif problem.what == "forward+backward":
-
-        def call():
+        if o is None:
             return torch.autograd.grad(forward(), leaves, grad_o)
-
-    else:
-        o = forward()
-
-        def call():
-            return torch.autograd.grad(o, leaves, grad_o, retain_graph=True)
+        return torch.autograd.grad(o, leaves, grad_o, retain_graph=True)
 
     call()
     return contender(name, problem, call, lambda: tuple(layout(x) for x in call()))
 
 
 # ---- torch
+
+
+SDPA = {
+    SDPBackend.CUDNN_ATTENTION: "cuDNN (torch)",
+    SDPBackend.FLASH_ATTENTION: "FA2 (torch)",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient (torch)",
+    SDPBackend.MATH: "math (torch)",
+}
 
 
 def _sdpa_lacks(problem: Problem) -> str | None:
@@ -135,20 +133,14 @@ def torch_sdpa(name: str, backend: SDPBackend | None, problem: Problem) -> Conte
         return f"its score matrix would take {_score_bytes(problem) / 2**30:.0f} GiB"
     case, leaves = problem.case, problem.leaves_for_torch()
     options = {"is_causal": case.causal, "enable_gqa": case.heads_q != case.heads_k}
-    allowed = backend or [
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
+    allowed = backend or list(SDPA)
 
     def forward():
         with sdpa_kernel(allowed):
             return F.scaled_dot_product_attention(*leaves, **options)
 
     try:
-        grad_o = problem.grad_o.transpose(1, 2)
-        return differentiable(name, problem, forward, leaves, grad_o, heads_second)
+        return differentiable(name, problem, forward, leaves, heads_second)
     except RuntimeError as error:
         return first_line(error)
 
@@ -188,8 +180,7 @@ def flex(name: str, problem: Problem) -> Contender | str:
         def forward():
             return attend(*leaves, block_mask=mask, enable_gqa=grouped)
 
-        grad_o = problem.grad_o.transpose(1, 2)
-        return differentiable(name, problem, forward, leaves, grad_o, heads_second)
+        return differentiable(name, problem, forward, leaves, heads_second)
     except Exception as error:  # the compiler raises types of its own
         return first_line(error)
 
@@ -205,42 +196,29 @@ def fa3_operators():
     return torch.ops.flash_attn_3
 
 
-def _fa3_keywords(problem: Problem) -> dict:
-    case = problem.case
-    keywords = {"softmax_scale": case.head_dim**-0.5, "is_causal": case.causal}
-    if case.window_left is not None:
-        keywords |= {
-            "window_size_left": case.window_left,
-            "window_size_right": 0,
-            "is_causal": False,
-        }
-    if problem.cu_seqlens is not None:
-        keywords |= {
-            "cu_seqlens_q": problem.cu_seqlens,
-            "cu_seqlens_k": problem.cu_seqlens,
-            "max_seqlen_q": case.seqlen,
-            "max_seqlen_k": case.seqlen,
-        }
+def fa3_forward(name: str, problem: Problem) -> Contender | str:
+    case, bounds = problem.case, problem.cu_seqlens
+    windowed = case.window_left is not None
+    keywords = {"softmax_scale": case.head_dim**-0.5, "is_causal": case.causal and not windowed}
+    if windowed:
+        keywords |= {"window_size_left": case.window_left, "window_size_right": 0}
+    if bounds is not None:
+        keywords |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+        keywords |= {"max_seqlen_q": case.seqlen, "max_seqlen_k": case.seqlen}
     if problem.dtype == FP8:
         scales = torch.ones(case.batch, case.heads_k, device=problem.q.device)
-        keywords |= {"q_descale": scales, "k_descale": scales, "v_descale": scales}
-    return keywords
-
-
-def fa3_forward(name: str, problem: Problem) -> Contender | str:
-    q, k, v = problem.q, problem.k, problem.v
-    keywords = _fa3_keywords(problem)
+        keywords |= dict.fromkeys(("q_descale", "k_descale", "v_descale"), scales)
     try:
         forward = fa3_operators().fwd
-        forward(q, k, v, **keywords)
+
+        def call() -> tuple:
+            found = forward(problem.q, problem.k, problem.v, **keywords)
+            return (found if isinstance(found, torch.Tensor) else found[0],)
+
+        call()
     except (RuntimeError, OSError) as error:
         return first_line(error)
-
-    def answer() -> tuple:
-        found = forward(q, k, v, **keywords)
-        return (found if isinstance(found, torch.Tensor) else found[0],)
-
-    return Contender(name, repeat(lambda: forward(q, k, v, **keywords)), answer=answer)
+    return Contender(name, repeat(call), answer=call)
 
 
 @functools.cache
@@ -250,9 +228,8 @@ def _fa3_jax():
 
     library = ctypes.cdll.LoadLibrary(os.environ["DEW3_SO"])
     for name in ("dew_flash3_mha_fwd", "dew_flash3_mha_bwd"):
-        jax.ffi.register_ffi_target(
-            name, jax.ffi.pycapsule(getattr(library, name)), platform="CUDA"
-        )
+        target = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(name, target, platform="CUDA")
     return jax
 
 
@@ -275,47 +252,34 @@ def fa3_backward(name: str, problem: Problem) -> Contender | str:
     element = {torch.bfloat16: jnp.bfloat16, torch.float16: jnp.float16}[problem.dtype]
     shape_q = (case.batch, case.seqlen, case.heads_q, case.head_dim)
     shape_k = (case.batch, case.seqlen, case.heads_k, case.head_dim)
-    left = -1 if case.window_left is None else case.window_left
+    windowed = case.window_left is not None
     attributes = {
         "softmax_scale": np.float64(case.head_dim**-0.5),
-        "is_causal": case.causal and case.window_left is None,
-        "window_size_left": np.int64(left),
-        "window_size_right": np.int64(-1 if case.window_left is None else 0),
+        "is_causal": case.causal and not windowed,
+        "window_size_left": np.int64(-1 if case.window_left is None else case.window_left),
+        "window_size_right": np.int64(0 if windowed else -1),
     }
-    like = jax.ShapeDtypeStruct
+    like, f32 = jax.ShapeDtypeStruct, jnp.float32
     lse_shape = (case.batch, case.heads_q, case.seqlen)
-    scratch = like(
-        (case.heads_q * (case.batch * case.seqlen + 128 * (case.batch + 1)),), jnp.float32
-    )
+    scratch = like((case.heads_q * (case.batch * case.seqlen + 128 * (case.batch + 1)),), f32)
 
     @jax.jit
     def forward(q, k, v):
-        results = (
-            like(shape_q, q.dtype),
-            like(lse_shape, jnp.float32),
-            like((1, 1, 1, 1), jnp.float32),
-            like((1, 1, 1), jnp.float32),
-        )
+        results = (like(shape_q, q.dtype), like(lse_shape, f32))
+        results += (like((1, 1, 1, 1), f32), like((1, 1, 1), f32))
         return jax.ffi.ffi_call("dew_flash3_mha_fwd", results)(q, k, v, **attributes)[:2]
 
     @jax.jit
     def backward(g, q, k, v, o, lse):
-        results = (
-            like(shape_q, q.dtype),
-            like(shape_k, q.dtype),
-            like(shape_k, q.dtype),
-            scratch,
-            scratch,
-        )
-        call = jax.ffi.ffi_call("dew_flash3_mha_bwd", results)
+        gradients = tuple(like(shape, q.dtype) for shape in (shape_q, shape_k, shape_k))
+        call = jax.ffi.ffi_call("dew_flash3_mha_bwd", (*gradients, scratch, scratch))
         return call(g, q, k, v, o, lse, **attributes)[:3]
 
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (shape_q, shape_k, shape_k, shape_q)
-    q, k, v, g = (
-        jax.random.normal(key, shape, element) for key, shape in zip(keys, shapes, strict=True)
-    )
-    last = []
+    made = zip(keys, shapes, strict=True)
+    q, k, v, g = (jax.random.normal(key, shape, element) for key, shape in made)
+    last: list = []
     try:
         o, lse = forward(q, k, v)
         last[:] = backward(g, q, k, v, o, lse)
@@ -361,11 +325,8 @@ def versions() -> dict[str, str]:
     found = {}
     for name in ("FA3_SO", "DEW3_SO"):
         if name in os.environ and os.path.exists(os.environ[name]):
-            digest = hashlib.sha256()
-            with open(os.environ[name], "rb") as file:
-                while block := file.read(2**24):
-                    digest.update(block)
-            found[name] = f"sha256 {digest.hexdigest()[:12]}"
+            digest = hashlib.sha256(pathlib.Path(os.environ[name]).read_bytes()).hexdigest()
+            found[name] = f"sha256 {digest[:12]}"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["nvidia-cudnn-frontend"] = importlib.metadata.version("nvidia-cudnn-frontend")
     return found
@@ -380,10 +341,7 @@ def _sdpa(backend: SDPBackend | None) -> Peer:
 
 GPU_PEERS: dict[str, Peer] = {
     "FA3": fa3,
-    "cuDNN (torch)": _sdpa(SDPBackend.CUDNN_ATTENTION),
-    "FA2 (torch)": _sdpa(SDPBackend.FLASH_ATTENTION),
-    "memory-efficient (torch)": _sdpa(SDPBackend.EFFICIENT_ATTENTION),
-    "math (torch)": _sdpa(SDPBackend.MATH),
+    **{name: _sdpa(backend) for backend, name in SDPA.items()},
     "FlexAttention (torch)": flex,
     "cuDNN FP8": cudnn_fp8,
 }
