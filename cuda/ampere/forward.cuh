@@ -219,8 +219,8 @@ PANTILE_DEVICE void run_pipelined(Block& block) {
   }
 #pragma unroll 1
   for (; n > tiles.full.begin; --n) {
-    pipelined_step<false, false, Config>(block, s, n, groups);
     block.set_sums_apart(n);
+    pipelined_step<false, false, Config>(block, s, n, groups);
   }
   if constexpr (Block::Keys::kLeftBound) {
 #pragma unroll 1

@@ -36,8 +36,8 @@ struct SoftmaxRows {
   static constexpr int kSums = kKind.row_sum == RowSum::vector ? 2 : 4;
   // Every kApart key tiles fp32 sums begin anew: a lane adds up a quarter of its row, and beside a
   // weight of 1 those below 2^-24 would all be lost (2e-4 of the sum, seen at 131,072 keys). Sums
-  // of earlier tiles lie in shared memory, one a row, because the loops have no registers left.
-  // Only the first lane of a quad goes there.
+  // of earlier tiles lie in shared memory, one a row; the loops have no registers left. All lanes
+  // of a quad read and then write them: a branch for one lane spills 64 bytes.
   static constexpr bool kSumsApart = kKind.row_sum == RowSum::vector;
   static constexpr int kApart = 16;
   using Scores = float[kRowTiles][kKeyTiles][4];
@@ -214,28 +214,41 @@ struct SoftmaxRows {
 
   // earlier_sums: of the block's rows. Before the first key tile.
   PANTILE_DEVICE static void clear_earlier_sums(float* earlier_sums) {
-    for_earlier_sums(earlier_sums, [](float& earlier, int, int) { earlier = 0.0f; });
+    if constexpr (kSumsApart) {
+#pragma unroll
+      for (int i = 0; i < 2 * kRowTiles; ++i) {
+        lane_rows(earlier_sums)[8 * i] = 0.0f;
+      }
+    }
   }
 
   // Between the exponentials of two key tiles; n is one of them, and always the same of the two.
   PANTILE_DEVICE void set_sums_apart(float* earlier_sums, int n) {
     if (kSumsApart && n % kApart == kApart - 1) {
-      float sums[kRowTiles][2];
+      float* const rows = lane_rows(earlier_sums);
+      float sums[2 * kRowTiles];
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          sums[m][r] = tile::quad_sum(row_sum[m][r]);
-          row_sum[m][r] = 0.0f;
-        }
+      for (int i = 0; i < 2 * kRowTiles; ++i) {
+        sums[i] = rows[8 * i] + tile::quad_sum(row_sum[i / 2][i % 2]);
+        row_sum[i / 2][i % 2] = 0.0f;
       }
-      for_earlier_sums(earlier_sums, [&](float& earlier, int m, int r) { earlier += sums[m][r]; });
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 2 * kRowTiles; ++i) {
+        rows[8 * i] = sums[i];
+      }
     }
   }
 
-  // After the last key tile.
+  // After the last key tile, before rows are finished, by one lane of each quad.
   PANTILE_DEVICE void take_earlier_sums(float* earlier_sums) {
-    for_earlier_sums(earlier_sums, [&](float& earlier, int m, int r) { row_sum[m][r] += earlier; });
+    if constexpr (kSumsApart) {
+      const bool first = prim::fresh_thread_index() % 4 == 0;
+#pragma unroll
+      for (int i = 0; i < 2 * kRowTiles; ++i) {
+        row_sum[i / 2][i % 2] += first ? lane_rows(earlier_sums)[8 * i] : 0.0f;
+      }
+    }
   }
 
   // Joins the partial sums of a row, by all lanes, once. The row's sum is total(m, r) from then on:
@@ -311,28 +324,21 @@ struct SoftmaxRows {
   }
 
  private:
-  template <class Function>
-  PANTILE_DEVICE static void for_earlier_sums(float* earlier_sums, Function function) {
+  // From this lane's first row on; the next one lies 8 further.
+  PANTILE_DEVICE static float* lane_rows(float* earlier_sums) {
     const int thread = prim::fresh_thread_index();
-    if (kSumsApart && thread % 4 == 0) {
-      float* const rows = earlier_sums + thread / 32 * Config::kWarpRows + thread % 32 / 4;
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          function(rows[m * 16 + r * 8], m, r);
-        }
-      }
-    }
+    return earlier_sums + thread / 32 * Config::kWarpRows + thread % 32 / 4;
   }
 
   PANTILE_DEVICE static void scale_earlier_sums(int m, float first, float second,
                                                 float* earlier_sums) {
-    for_earlier_sums(earlier_sums, [&](float& earlier, int at, int r) {
-      if (at == m) {
-        earlier *= r == 0 ? first : second;
-      }
-    });
+    if constexpr (kSumsApart) {
+      float* const rows = lane_rows(earlier_sums) + m * 16;
+      const float upper = rows[0], lower = rows[8];
+      __syncwarp();
+      rows[0] = upper * first;
+      rows[8] = lower * second;
+    }
   }
 
   // The products of an unmasked tile, which values that are not finite keep out of: in a tensor
