@@ -99,4 +99,26 @@ class TileOrder {
   int whole_sections_;
 };
 
+// Tiles of packed sequences have slots: sequence b, which begins at row cu_seqlens[b], has those
+// from first_slot(b) on, so that no sum over sequences is needed. At most one slot a sequence is
+// unused.
+PANTILE_HD constexpr int first_slot(const std::int32_t* cu_seqlens, int tile_size, int b) {
+  return cu_seqlens[b] / tile_size + b;
+}
+
+// The sequence of a slot: the last one with first_slot <= slot. batch is at least 1.
+PANTILE_HD constexpr int sequence_of_slot(const std::int32_t* cu_seqlens, int batch, int tile_size,
+                                          int slot) {
+  int sequence = 0;
+  for (int above = batch; above - sequence > 1;) {
+    const int middle = (sequence + above) / 2;
+    if (first_slot(cu_seqlens, tile_size, middle) <= slot) {
+      sequence = middle;
+    } else {
+      above = middle;
+    }
+  }
+  return sequence;
+}
+
 }  // namespace pantile::core

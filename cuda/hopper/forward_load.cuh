@@ -21,15 +21,7 @@ PANTILE_DEVICE bool locate_rows(const ForwardParams& p, int work, TileInfo& info
   info.q_row = 0;
   info.rows = p.seqlen_q;
   if (p.cu_seqlens_q != nullptr) {
-    batch = 0;
-    for (int above = p.batch; above - batch > 1;) {
-      const int middle = (batch + above) / 2;
-      if (p.cu_seqlens_q[middle] / kTileRows + middle <= row_tile) {
-        batch = middle;
-      } else {
-        above = middle;
-      }
-    }
+    batch = core::sequence_of_slot(p.cu_seqlens_q, p.batch, kTileRows, row_tile);
     info.q_row = p.cu_seqlens_q[batch];
     info.rows = p.cu_seqlens_q[batch + 1] - info.q_row;
     row_tile -= info.q_row / kTileRows + batch;

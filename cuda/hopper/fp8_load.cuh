@@ -60,7 +60,7 @@ class Fp8Loader {
     info.rows = p_.seqlen_q;
     info.q_block = batch * core::scale_blocks(p_.seqlen_q, kTileK);
     if (p_.cu_seqlens_q != nullptr) {
-      batch = find_sequence(row_tile);
+      batch = core::sequence_of_slot(p_.cu_seqlens_q, p_.batch, kTileQ, row_tile);
       info.q_row = p_.cu_seqlens_q[batch];
       info.rows = p_.cu_seqlens_q[batch + 1] - info.q_row;
       info.q_block = static_cast<int>(core::first_packed_block(info.q_row, batch, kTileK));
@@ -92,19 +92,6 @@ class Fp8Loader {
         info.q_scale[group] = p_.q_scale[(info.q_block * kTileK + row) / p_.q_scale_rows];
       }
     }
-  }
-
-  PANTILE_DEVICE int find_sequence(int slot) const {
-    int batch = 0;
-    for (int above = p_.batch; above - batch > 1;) {
-      const int middle = (batch + above) / 2;
-      if (p_.cu_seqlens_q[middle] / kTileQ + middle <= slot) {
-        batch = middle;
-      } else {
-        above = middle;
-      }
-    }
-    return batch;
   }
 
   PANTILE_DEVICE void locate_keys(Fp8TileInfo& info) {

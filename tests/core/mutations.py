@@ -354,6 +354,16 @@ LISTED = {
     ],
     "tile_order.h": [
         (
+            "TileOrder.SlotsOfPackedSequencesLeadBackToThem",
+            "cu_seqlens[b] / tile_size + b",
+            "(cu_seqlens[b] + b) / tile_size",
+        ),
+        (
+            "TileOrder.SlotsOfPackedSequencesLeadBackToThem",
+            "first_slot(cu_seqlens, tile_size, middle) <= slot",
+            "first_slot(cu_seqlens, tile_size, middle) < slot",
+        ),
+        (
             "TileOrder.DenseOrderIsTheListedOneForEveryShape",
             "last_tile_ < 0 ? place.quotient : last_tile_ - place.quotient",
             "place.quotient",

@@ -134,6 +134,7 @@ TEST(SoftmaxState, AttendedNaNAndInfinityReachTheResult) {
       take_block(row, scores, 0, 2);
       take_block(row, scores, 2, 4);
       EXPECT_TRUE(std::isnan(row.output * normaliser(row.state))) << bad << " at " << at;
+      EXPECT_TRUE(std::isnan(normaliser(row.state))) << bad << " at " << at;
       EXPECT_TRUE(std::isnan(log_sum_exp(row.state, log2_of))) << bad << " at " << at;
     }
   }

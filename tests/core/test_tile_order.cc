@@ -11,7 +11,9 @@
 
 namespace {
 
+using pantile::core::first_slot;
 using pantile::core::heads_per_section;
+using pantile::core::sequence_of_slot;
 using pantile::core::TileDirection;
 using pantile::core::TileOrder;
 using pantile::core::WorkTile;
@@ -134,6 +136,38 @@ TEST(TileOrder, SectionsFillTheCacheAndKeepGroupsTogether) {
   EXPECT_EQ(heads_per_section(kMiB, 4, 48, 32 * kMiB), 32);  // 8 of 12 key heads
   EXPECT_EQ(heads_per_section(kMiB, 4, 0, 32 * kMiB), 1);
   EXPECT_EQ(heads_per_section(kMiB, 4, 3, 32 * kMiB), 3);
+}
+
+// Every tile of every length pattern, empty sequences and all, has a slot of its own, and the slot
+// leads back to its sequence.
+TEST(TileOrder, SlotsOfPackedSequencesLeadBackToThem) {
+  constexpr int kTileSize = 4;
+  constexpr int kLengths[] = {0, 1, 4, 5, 11};
+  for (int batch = 1; batch <= 5; ++batch) {
+    int patterns = 1;
+    for (int b = 0; b < batch; ++b) {
+      patterns *= 5;
+    }
+    for (int pattern = 0; pattern < patterns; ++pattern) {
+      std::vector<std::int32_t> cu_seqlens = {0};
+      for (int b = 0, rest = pattern; b < batch; ++b, rest /= 5) {
+        cu_seqlens.push_back(cu_seqlens.back() + kLengths[rest % 5]);
+      }
+      int next = 0;
+      for (int b = 0; b < batch; ++b) {
+        const auto at = static_cast<std::size_t>(b);
+        const int tiles = (cu_seqlens[at + 1] - cu_seqlens[at] + kTileSize - 1) / kTileSize;
+        const int first = first_slot(cu_seqlens.data(), kTileSize, b);
+        ASSERT_GE(first, next) << "pattern " << pattern << " sequence " << b;
+        for (int tile = 0; tile < tiles; ++tile) {
+          ASSERT_EQ(sequence_of_slot(cu_seqlens.data(), batch, kTileSize, first + tile), b)
+              << "pattern " << pattern << " tile " << tile;
+        }
+        next = first + tiles;
+      }
+      ASSERT_LE(next, cu_seqlens.back() / kTileSize + batch);
+    }
+  }
 }
 
 }  // namespace
