@@ -8,6 +8,7 @@ the page is out of date.
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import pathlib
 import re
@@ -32,24 +33,35 @@ def markdown(doc: str) -> list[str]:
     doc = re.sub(r":\w+:`~?([^`]+)`", r"``\1``", inspect.cleandoc(doc)).replace("``", "`")
     lines: list[str] = []
     inside = ""  # the section being read
+    in_term = False  # indented lines go on with the description of a term, or are code
     for raw in doc.split("\n"):
+        in_term = in_term and bool(raw.strip())
         if section := SECTION.match(raw):
-            inside = section[1]
+            inside, in_term = section[1], False
             lines += [f"**{inside}**", ""]
             continue
         line = raw.removeprefix("    ") if inside else raw
         if term := TERMS.get(inside, TERM).match(line):
             line = f"- `{term[1]}`: {line[term.end() :]}"
-        elif line.startswith("    ") and lines and lines[-1].startswith(("- ", "  ")):
+            in_term = True
+        elif line.startswith("    ") and in_term:
             line = f"  {line.strip()}"
         lines.append(line)
     return lines
 
 
 def signature(node: ast.FunctionDef) -> list[str]:
-    """The head of a function; one argument a line where it does not fit."""
+    """The head of a function; one argument a line where it does not fit.
+
+    Arguments of any number are there to be refused with an answer, so the head leaves them out, and
+    it leaves out what says nothing: a result of type Any, which overloads tell apart.
+    """
     body = [ast.Expr(ast.Constant(...))]
-    head = ast.FunctionDef(node.name, node.args, body, [], node.returns, lineno=0)
+    arguments = copy.copy(node.args)
+    arguments.vararg = arguments.kwarg = None
+    untold = node.returns is None or ast.unparse(node.returns) == "Any"
+    returns = None if untold else node.returns
+    head = ast.FunctionDef(node.name, arguments, body, [], returns, lineno=0)
     text = ast.unparse(head).removesuffix("\n    ...").removesuffix(":")
     if len(text) <= 100:
         return [text]
@@ -67,36 +79,49 @@ def fields(node: ast.ClassDef, lines: list[str]) -> list[str]:
     return [f"class {node.name}:", *lines[found[0].lineno - 1 : found[-1].end_lineno]]
 
 
+def exported(tree: ast.Module) -> list[str]:
+    """The names of ``__all__``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return [name for name in ast.literal_eval(node.value) if not name.startswith("__")]
+    return []
+
+
 def entry(name: str, home: str) -> list[str]:
-    """The section of one name; of a module, when pantile exports one, its docstring."""
+    """The section of one name; of a module its docstring, then what it defines and exports."""
     own = home == "pantile"
-    path = ROOT / PACKAGE / f"{name if own else home.removeprefix('pantile.')}.py"
+    module = name if own else home.removeprefix("pantile.")
+    path = ROOT / PACKAGE / f"{module}.py"
     text = path.read_text()
     tree = ast.parse(text)
-    node = tree if own else {n.name: n for n in tree.body if hasattr(n, "name")}[name]
+    defined = {n.name: n for n in tree.body if hasattr(n, "name")}
+    node = tree if own else defined[name]
     doc = ast.get_docstring(node, clean=False)
     if doc is None:
         raise ValueError(f"{path.name}: {name} is exported and has no docstring")
-    code = []
-    if not own:
-        is_class = isinstance(node, ast.ClassDef)
-        code = fields(node, text.split("\n")) if is_class else signature(node)
+    if own:
+        lines = [f"## {name}", "", *markdown(doc), ""]
+        for member in exported(tree):
+            lines += entry(member, f"pantile.{name}") if member in defined else []
+        return lines
+    code = fields(node, text.split("\n")) if isinstance(node, ast.ClassDef) else signature(node)
     block = ["```python", *code, "```", ""] if code else []
-    return [f"## {name}", "", *block, *markdown(doc), ""]
+    title = name if module.startswith("_") else f"{module}.{name}"
+    return [f"## {title}", "", *block, *markdown(doc), ""]
 
 
 def page() -> str:
     tree = ast.parse((ROOT / PACKAGE / "__init__.py").read_text())
-    homes, names, docs = {}, [], {}  # name -> module; __all__; docstrings set in __init__
+    homes, docs = {}, {}  # name -> module; docstrings set in __init__
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             homes |= {alias.name: node.module for alias in node.names}
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            names = [n for n in ast.literal_eval(node.value) if not n.startswith("__")]
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith(".__doc__"):
             docs[node.targets[0].value.id] = ast.literal_eval(node.value)
     lines = [HEAD]
-    for name in sorted(names, key=lambda n: (n[0].isupper(), n)):  # functions first, then types
+    for name in sorted(
+        exported(tree), key=lambda n: (n[0].isupper(), n)
+    ):  # functions first, then types
         lines += [f"## {name}", "", docs[name], ""] if name in docs else entry(name, homes[name])
     return "\n".join(lines).rstrip() + "\n"
 

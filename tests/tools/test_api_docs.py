@@ -13,6 +13,23 @@ from pantile import extra
 __all__ = ["Error", "Thing", "__version__", "act", "extra"]
 Error.__doc__ = "It failed."
 """
+EXTRA = '''
+"""More of it.
+
+    first()
+    second()
+
+That is all.
+"""
+from pantile._a import act
+
+__all__ = ["act", "more"]
+
+@overload
+def more(a: int) -> int: ...
+def more(a, *rest: Any, b: int = 1, **others: Any) -> Any:
+    """Does more."""
+'''
 SOURCE = '''
 class Thing:
     """What there is.
@@ -53,7 +70,7 @@ def project(tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     (package / "__init__.py").write_text(INIT)
     (package / "_a.py").write_text(SOURCE)
-    (package / "extra.py").write_text('"""More of it."""\n')
+    (package / "extra.py").write_text(EXTRA.lstrip())
     monkeypatch.setattr(api_docs, "ROOT", tmp_path)
     return tmp_path
 
@@ -63,6 +80,7 @@ def test_functions_types_and_modules(project):
     assert [line for line in text.split("\n") if line.startswith("## ")] == [
         "## act",
         "## extra",
+        "## extra.more",
         "## Error",
         "## Thing",
     ]
@@ -73,7 +91,8 @@ def test_functions_types_and_modules(project):
     assert "**Returns**\n\no: `[batch]`.\n" in text
     assert "**Raises**\n\n- `TypeError`: wrong.\n" in text
     assert "## Error\n\nIt failed.\n" in text
-    assert "## extra\n\nMore of it.\n" in text
+    assert "## extra\n\nMore of it.\n\n    first()\n    second()\n\nThat is all.\n" in text
+    assert "```python\ndef more(a, *, b: int=1)\n```\n\nDoes more.\n" in text
     assert "class Thing:\n    size: int = 3  # rows\n" in text
     assert "- `size`: how large,\n  in rows.\n" in text
 
