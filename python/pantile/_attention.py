@@ -66,7 +66,7 @@ def _longest(name: str, value: object) -> int:
     """max_seqlen_q or max_seqlen_k of packed tensors: it cannot be left out."""
     if value is None:
         raise TypeError(f"{name} is missing; it must be the length of the longest sequence")
-    tracing = _torch_ops is not None and _torch_ops._is_compiling()
+    tracing = _torch_ops is not None and _torch_ops.is_compiling()
     return length(name, value, in_range=not tracing)  # a graph is checked when it runs
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
-from pantile import _C
+from pantile import _C, _torch_private
 from pantile._direct import LENGTHS_COUNT, SCALE_SETTING, keeps_low
 
 Tensor = torch.Tensor
@@ -116,6 +115,12 @@ class _Sizes:
 
 
 @functools.cache
+def _no_dispatch():
+    """torch's context in which a tensor mode sees nothing; only traced calls need it."""
+    return _torch_private.require("torch.utils._mode_utils.no_dispatch")
+
+
+@functools.cache
 def _one(dtype: torch.dtype) -> Tensor:
     return torch.empty((), dtype=dtype, device="cpu")
 
@@ -155,7 +160,7 @@ def checked_call(check, q: Tensor, k: Tensor, v: Tensor, settings: tuple, others
     prepare(q, k, v, tuple(lengths.values()))
     operands = {"q": q, "k": k, "v": v}
     sizes = _Sizes({**operands, **lengths, **(others or {})}, settings[0] is not None)
-    with no_dispatch():
+    with _no_dispatch()():
         arguments = [_stand_in(x, sizes.of(name, x.shape)) for name, x in operands.items()]
         arguments += [
             None if x is None else _length_stand_in(x, sizes.of(name, x.shape))

@@ -11,7 +11,9 @@ import torch
 from torch.utils import flop_counter
 
 from pantile import _C, _direct, _fake, _ops
+from pantile._fast_path import present, takes_short_cut
 from pantile._quantized import Quantized
+from pantile._torch_private import below_autograd, in_transform
 
 Tensor = torch.Tensor
 
@@ -140,7 +142,7 @@ def _fake_quantize(q, k, v, descale_q, descale_k, descale_v, *rest):
 
 def _quantize_autograd(*args):
     """Codes have no derivative: gradients pass by them, see fp8_forward."""
-    with _ops._below_autograd():
+    with below_autograd():
         return quantize_op(*args)
 
 
@@ -275,7 +277,7 @@ def _fp8_forward_autograd(*args):
     source = [x for x in args[:_SOURCE_COUNT] if x is not None]
     if len(source) == _SOURCE_COUNT and _ops.differentiates(source):
         return _ops.apply(_Fp8Attention, *args)
-    with _ops._below_autograd():
+    with below_autograd():
         return fp8_forward_op(*args)
 
 
@@ -366,7 +368,7 @@ def _output_dtype(dtype: torch.dtype) -> torch.dtype:
 def _may_be_differentiated(tensors: tuple) -> bool:
     """Whether the operator may have to record. Inside transforms of torch.func only its Autograd
     kernel can tell: a tensor does not show what the transforms further out want of it."""
-    if torch.compiler.is_compiling() or _ops._in_transform():
+    if torch.compiler.is_compiling() or in_transform():
         return True
     return _ops.differentiates(tensors)
 
@@ -428,7 +430,7 @@ def quantize(q, k, v, settings, descales, block_q, block_k, hadamard, smooth_k) 
     batch = q.shape[0] if lengths[0] is None else lengths[0].shape[0] - 1
     format_ = (block_q, block_k, hadamard, smooth_k)
     tensors = (*(x.detach() for x in (q, k, v)), *_descales(q, k, descales, batch), *lengths)
-    run = _quantize_kernel if _ops.takes_short_cut(_ops.present(tensors)) else quantize_op
+    run = _quantize_kernel if takes_short_cut(present(tensors)) else quantize_op
     operands = run(*tensors, *longest, *format_, backend)
     recorded = _may_be_differentiated((q, k, v))
     return Quantized(
@@ -462,7 +464,7 @@ def attention(operands: Quantized, settings, exp: str, deterministic, checked, r
         exp,
     )
     recorded = operands.source[0] is not None and torch.is_grad_enabled()
-    if not recorded and _ops.takes_short_cut((*operands.operands, *_ops.present(operands.lengths))):
+    if not recorded and takes_short_cut((*operands.operands, *present(operands.lengths))):
         o, lse = _run_fp8_forward(operands.operands, settings, own, checked)
     else:
         source = _source_of(operands) if recorded else operands.source

@@ -3,8 +3,7 @@
 All are ordinary dispatcher operators: kernels for CPU and CUDA, a fake kernel for tracing, an
 Autograd kernel, an Autocast kernel, a vmap rule and a FLOP formula. They decide everything that
 depends on torch's state, and torch.func, torch.compile and exported programs meet nothing else.
-Plain eager calls take a short cut around the dispatcher that does the same work; it is taken only
-when nothing can be watching.
+Plain eager calls take a short cut around the dispatcher that does the same work (_fast_path.py).
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils import flop_counter
 
-from pantile import _C, _fake
+from pantile import _C, _fake, _torch_private
 from pantile._direct import (
     BACKEND_SETTING,
     LENGTHS_COUNT,
-    THREADS_FOLLOW,
     batch_of,
     keeps_low,
     lse_shape,
@@ -32,7 +29,9 @@ from pantile._direct import (
 )
 from pantile._direct import final_settings as final_settings  # for explain
 from pantile._fake import prepare as prepare  # for explain
+from pantile._fast_path import is_compiling, is_plain, present, records, takes_short_cut
 from pantile._masks import visible_pairs
+from pantile._torch_private import below_autograd, in_transform
 
 Tensor = torch.Tensor
 
@@ -148,10 +147,6 @@ def _no_forward_mode(*_):
     raise _C.UnsupportedError("forward-mode derivatives (jvp) of attention are not implemented")
 
 
-_below_autograd = torch._C._AutoDispatchBelowAutograd
-_in_transform = torch._C._are_functorch_transforms_active
-
-
 def apply(function: type[torch.autograd.Function], *args):
     """``function.apply`` for an Autograd kernel, also inside transforms of torch.func.
 
@@ -160,9 +155,9 @@ def apply(function: type[torch.autograd.Function], *args):
     level, is the right one; by itself it refuses to run inside transforms. The Function's last
     argument is added here: the grad mode for :func:`lower`.
     """
-    if not _in_transform():
+    if not in_transform():
         return function.apply(*args, False)
-    with enable_single_level_autograd_function():
+    with _torch_private.single_level_function():
         return super(torch.autograd.Function, function).apply(*args, torch.is_grad_enabled())
 
 
@@ -173,11 +168,11 @@ def lower(grad_mode: bool):
     A Function's forward runs without grad mode and forward mode. Transforms further out would
     inherit that and lose their gradient.
     """
-    with _below_autograd():
-        if not _in_transform():
+    with below_autograd():
+        if not in_transform():
             yield
             return
-        with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
+        with torch.set_grad_enabled(grad_mode), _torch_private.set_forward_grad(True):
             yield
 
 
@@ -266,7 +261,11 @@ class _AttentionGradient(torch.autograd.Function):
 
 
 def differentiates(tensors) -> bool:
-    if forward_ad._current_level >= 0:  # inside dual_level: Function refuses tangents by name
+    if not _torch_private.KNOWS_FORWARD_MODE:
+        tensors = tuple(tensors)
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            return True
+    elif _torch_private.in_forward_mode():  # inside dual_level: Function refuses tangents by name
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
@@ -285,7 +284,7 @@ def _recorded_outputs(q, k, v, rest, extras):
 def _forward_autograd(q, k, v, *rest):
     if differentiates((q, k, v)):
         return _recorded_outputs(q, k, v, rest, None)[:3]
-    with _below_autograd():
+    with below_autograd():
         return forward_op(q, k, v, *rest)
 
 
@@ -293,14 +292,14 @@ def _extra_autograd(q, k, v, *rest):
     if differentiates((q, k, v)):
         *outputs, max_logit = _recorded_outputs(q, k, v, rest, tuple(rest[-2:]))
         return *outputs, _or_empty(max_logit, q)
-    with _below_autograd():
+    with below_autograd():
         return extra_op(q, k, v, *rest)
 
 
 def _backward_autograd(*args):
     if differentiates(x for x in args[:8] if x is not None):
         return apply(_AttentionGradient, *args)
-    with _below_autograd():
+    with below_autograd():
         return backward_op(*args)
 
 
@@ -313,7 +312,7 @@ _library.impl("backward", _backward_autograd, "Autograd")
 
 
 def _register_autocast(device_type: str, key: str) -> None:
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    without_autocast = _torch_private.without_autocast(device_type, key)
 
     def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
         castable = x.is_floating_point() and x.dtype is not torch.float64
@@ -322,7 +321,7 @@ def _register_autocast(device_type: str, key: str) -> None:
     def casting(op):
         def call(q, k, v, *rest):
             dtype = torch.get_autocast_dtype(device_type)
-            with torch._C._ExcludeDispatchKeyGuard(keys):
+            with without_autocast():
                 return op(cast(q, dtype), cast(k, dtype), cast(v, dtype), *rest)
 
         return call
@@ -435,91 +434,10 @@ def _backward_flops(grad_o, grad_lse, q, k, v, o, o_low, lse, *rest, out_val=Non
     return 2 * _pairs(q, k, rest) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-# ---- the short cut of plain eager calls
+# ---- calls
 
-
-def _key_set(*names: str) -> int:
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
-    for name in names[1:]:
-        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-    return keys.raw_repr()
-
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-# Dispatch keys of ordinary tensors, and of those made in inference mode: not sparse, nested, lazily
-# negated, fake, wrapped by a transform or on another device.
-_PLAIN_KEYS = {
-    *(_key_set(d, "ADInplaceOrView", f"Autograd{d}", f"Autocast{d}") for d in ("CPU", "CUDA")),
-    *(_key_set(d, f"Autocast{d}") for d in ("CPU", "CUDA")),
-}
-_keys_of = torch._C._dispatch_keys
-_is_compiling = torch.compiler.is_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_autocasting = torch._C._is_any_autocast_enabled
-_profiling = torch.autograd._profiler_enabled
-_tracing = torch._C._get_tracing_state
-_grad_enabled = torch.is_grad_enabled
-
-
-def _forward_mode() -> bool:
-    return forward_ad._current_level >= 0
-
-
-_WATCHERS = (
-    _in_transform,
-    _dispatch_modes,
-    _function_modes,
-    _autocasting,
-    _profiling,
-    _tracing,
-    _forward_mode,
-)
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_AUTOGRAD_KEYS = {
-    False: torch._C.DispatchKey.AutogradCPU,
-    True: torch._C.DispatchKey.AutogradCUDA,
-}
 # What Function.apply comes to when no torch.func transform is active, without asking again.
 _apply_directly = super(torch.autograd.Function, _Attention).apply
-
-
-def is_plain(x: Tensor) -> bool:
-    """An ordinary dense tensor whose memory holds its values."""
-    return type(x) in _PLAIN_TYPES and _keys_of(x).raw_repr() in _PLAIN_KEYS
-
-
-def present(tensors) -> tuple[Tensor, ...]:
-    return tuple(x for x in tensors if x is not None)
-
-
-def takes_short_cut(tensors: tuple[Tensor, ...]) -> bool:
-    """Ordinary dense tensors, and no mode, transform, tracer, autocast or profiler at work.
-
-    ``tensors`` are all that the bindings would read: what is lazily negated, lazily zero, a
-    subclass or wrapped is made ordinary by the dispatcher and by nothing else.
-    """
-    if _is_compiling():
-        return False
-    for x in tensors:
-        if not is_plain(x):
-            return False
-    for watches in _WATCHERS:  # noqa: SIM110 (a generator costs as much as the calls)
-        if watches():
-            return False
-    return True
-
-
-# For _C.attend. Where C++ cannot read torch's thread count, run_forward must pass it on.
-if THREADS_FOLLOW:
-    _C.set_plain(torch.nn.Parameter, _grad_enabled, _WATCHERS, torch.empty_like)
-
-
-def _records(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether autograd wants to know; not inside another operator's kernel, below autograd."""
-    if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return not _is_excluded(_AUTOGRAD_KEYS[q.is_cuda])
-    return False
 
 
 def _chosen(o, lse, max_logit, return_lse: bool):
@@ -534,14 +452,14 @@ def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
     if settings[0] is not None:
         operands += present(settings[:LENGTHS_COUNT])
     if takes_short_cut(operands):
-        if _records(q, k, v):
+        if records(q, k, v):
             call = (settings, deterministic, checked, True, (return_lse, False), extras)
             return _apply_directly(q, k, v, call, False)
         if return_lse or extras is not None:
             o, lse, _, max_logit = run_forward(q, k, v, settings, checked, return_lse, extras)
             return _chosen(o, lse, max_logit, return_lse)
         return run_forward(q, k, v, settings, checked, False)[0]
-    if not _is_compiling():
+    if not is_compiling():
         prepare(q, k, v, settings[:LENGTHS_COUNT])
     o, lse, _, max_logit = _dispatch(q, k, v, settings, deterministic, checked, False, extras)
     return _chosen(o, lse, max_logit, return_lse)
@@ -549,7 +467,7 @@ def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
 
 def plain_attention(q, k, v, causal: bool, settings):
     """o, for a call that says no more than ``causal``."""
-    if not _is_compiling():
+    if not is_compiling():
         o = _C.attend(q, k, v, causal, settings[BACKEND_SETTING])
         if o is not None:
             return o
