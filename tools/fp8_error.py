@@ -24,6 +24,7 @@ import pantile
 import pantile.reference
 import torch
 from accuracy_fp8 import hadamard
+from pantile._schema import Call
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks/results/cpu_fp8_error.jsonl"
@@ -168,7 +169,7 @@ def gradient_rows() -> Iterator[dict]:
                 "lse": rms(mine_lse.detach() - lse.detach()),
                 **gradient_errors(grads, truths),
             }
-        settings = (None, None, None, None, 0, 0, None, -1, 0, "cpu")
+        settings = Call(window_right=0, backend="cpu")
         o_fp8, lse_fp8 = mine.detach(), mine_lse.detach()
         exact_lse = lse.detach().float()
         for name, used in (("FP8's LSE and O", lse_fp8), ("FP8's O alone", exact_lse)):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from pantile import _C
 from pantile._arguments import flag, is_symbolic, length, real, shown
 from pantile._explain import Explanation, explain_call, explain_fp8_call
 from pantile._masks import window_bounds
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
 from pantile._quantized import Quantized
+from pantile._schema import LENGTHS, PACKING, Call
 
 # What Options(fp8=True) makes of its inputs: rows to a scale in Q, keys to a scale, Hadamard
 # rotation, K smoothing.
@@ -20,13 +22,17 @@ _torch_ops = None
 _tensor_type = None  # torch.Tensor then
 
 
+def _is_compiling() -> bool:  # torch's function of that name, then
+    return False
+
+
 def load_torch() -> None:
     """Registers the torch operators, if the program has imported torch."""
-    global _torch_ops, _tensor_type
+    global _torch_ops, _tensor_type, _is_compiling
     if _torch_ops is None and sys.modules.get("torch") is not None:  # None: its import is barred
         from pantile import _fp8_ops, _kept, _ops  # noqa: F401 (they register operators)
 
-        _torch_ops, _tensor_type = _ops, _ops.Tensor
+        _torch_ops, _tensor_type, _is_compiling = _ops, _ops.Tensor, _ops.is_compiling
 
 
 def _engine(q: object) -> Any:
@@ -66,8 +72,7 @@ def _longest(name: str, value: object) -> int:
     """max_seqlen_q or max_seqlen_k of packed tensors: it cannot be left out."""
     if value is None:
         raise TypeError(f"{name} is missing; it must be the length of the longest sequence")
-    tracing = _torch_ops is not None and _torch_ops.is_compiling()
-    return length(name, value, in_range=not tracing)  # a graph is checked when it runs
+    return length(name, value, in_range=not _is_compiling())  # a graph is checked when it runs
 
 
 def _check_rows(which: str, x: Any, cu_seqlens: Any, longest: int) -> None:
@@ -91,20 +96,20 @@ def _refuse_extras(return_max_logit: bool, options: Options) -> None:
         raise ValueError("output_dtype is float32; FP8 attention gives o in 16 bits only")
 
 
-def _call(q, k, v, settings, options: Options, deterministic, return_lse, return_max_logit):
-    """To the operator that serves the call."""
+def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit):
+    """By the operator that serves the call."""
     flags = deterministic, options.checked, return_lse
     if type(q) is Quantized:
         if k is not None or v is not None:
             raise TypeError("k and v are set; they must be left out when q is pantile.Quantized")
         _refuse_extras(return_max_logit, options)
-        return _fp8_ops().attention(q, settings, options.fp8_exp, *flags)
+        return _fp8_ops().attention(q, call, options.fp8_exp, *flags)
     engine = _engine(q)
     if not options.fp8:
-        return engine.attention(q, k, v, settings, *flags, _extras(return_max_logit, options))
+        return engine.attention(q, k, v, call, *flags, _extras(return_max_logit, options))
     _refuse_extras(return_max_logit, options)
     _require_torch(engine)
-    return _fp8_ops().quantized_attention(q, k, v, settings, FP8_FORMAT, options.fp8_exp, *flags)
+    return _fp8_ops().quantized_attention(q, k, v, call, FP8_FORMAT, options.fp8_exp, *flags)
 
 
 def _fp8_ops() -> Any:
@@ -118,14 +123,31 @@ def _require_torch(engine: Any) -> None:
         raise TypeError("q is a numpy.ndarray; FP8 needs a torch.Tensor")
 
 
-def _dense_settings(causal, window, scale, backend: str) -> tuple:
+_DENSE = (None, None, None, None, 0, 0)  # the packing of a call without one
+
+
+def _make_call(packing: tuple, causal, window, scale, options: Options, return_lse: bool):
+    """The call of the bindings. Of a program that is being traced, or whose numbers are symbols:
+    one in Python, which the operators take."""
+    if _torch_ops is None:
+        load_torch()  # for _is_compiling
     left, right = window_bounds(causal, window)
-    return (None, None, None, None, 0, 0, _scale(scale), left, right, backend)
+    scale = None if scale is None else _scale(scale)
+    options = options.call_fields[return_lse]
+    if _is_compiling() or not (
+        type(left) is type(right) is int
+        and (scale is None or type(scale) is float)
+        and (packing is _DENSE or type(packing[4]) is type(packing[5]) is int)
+    ):
+        return Call(*packing, scale, left, right, *options)
+    return _C.Call(*packing, scale, left, right, *options)
 
 
 # Of calls that say no more than `causal`, which go a shorter way.
-_PLAIN_SETTINGS = {
-    causal: _dense_settings(causal, None, None, DEFAULT_OPTIONS.backend_setting(False))
+_PLAIN_CALLS = {
+    causal: _C.Call(
+        *_DENSE, None, *window_bounds(causal, None), *DEFAULT_OPTIONS.call_fields[False]
+    )
     for causal in (False, True)
 }
 
@@ -185,18 +207,19 @@ def attention(
         and return_lse is return_max_logit is deterministic is False
         and type(q) is _tensor_type
         and type(causal) is bool
+        and not _is_compiling()
     ):
-        return _torch_ops.plain_attention(q, k, v, causal, _PLAIN_SETTINGS[causal])
+        return _torch_ops.plain_attention(q, k, v, _PLAIN_CALLS[causal])
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
-    settings = _dense_settings(causal, window, scale, options.backend_setting(return_lse))
-    return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
+    call = _make_call(_DENSE, causal, window, scale, options, return_lse)
+    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit)
 
 
-def packed_lengths(q, k, lengths: tuple, longest: tuple) -> tuple:
-    """The six settings of packed tensors, from cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k and
+def packing_of(q, k, lengths: tuple, longest: tuple) -> tuple:
+    """The fields pantile._schema.PACKING, from cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k and
     the two max_seqlen."""
-    for name, value in zip(("cu_seqlens_q", "cu_seqlens_k"), lengths, strict=False):
+    for name, value in zip(LENGTHS[:2], lengths, strict=False):
         if value is None:
             raise TypeError(f"{name} is None; it must be an int32 tensor of batch + 1 offsets")
     longest = (_longest("max_seqlen_q", longest[0]), _longest("max_seqlen_k", longest[1]))
@@ -206,15 +229,9 @@ def packed_lengths(q, k, lengths: tuple, longest: tuple) -> tuple:
     return (*lengths, *longest)
 
 
-def _packed_settings(q, k, lengths: tuple, longest: tuple, causal, window, scale, backend) -> tuple:
-    left, right = window_bounds(causal, window)
-    return (*packed_lengths(q, k, lengths, longest), _scale(scale), left, right, backend)
-
-
 def require_no_lengths(lengths: tuple, longest: tuple) -> None:
     """Of dense tensors: what belongs to packed ones must be left out."""
-    names = ("seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k")
-    for name, value in zip(names, (*lengths[2:], *longest), strict=True):
+    for name, value in zip(PACKING[2:], (*lengths[2:], *longest), strict=True):
         if value is not None:
             raise ValueError(
                 f"{name} is {shown(value)}; lengths need cu_seqlens_q and cu_seqlens_k, or must be "
@@ -267,16 +284,16 @@ def varlen_attention(
     """
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
-    backend = options.backend_setting(return_lse)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     longest = (max_seqlen_q, max_seqlen_k)
-    if type(q) is Quantized:
-        if any(x is not None for x in (*lengths, *longest)):
-            raise TypeError("q is pantile.Quantized, which knows its sequences; leave theirs out")
-        settings = _dense_settings(causal, window, scale, backend)
-        return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
-    settings = _packed_settings(q, k, lengths, longest, causal, window, scale, backend)
-    return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
+    if type(q) is not Quantized:
+        packing = packing_of(q, k, lengths, longest)
+    elif any(x is not None for x in (*lengths, *longest)):
+        raise TypeError("q is pantile.Quantized, which knows its sequences; leave theirs out")
+    else:
+        packing = _DENSE  # not read
+    call = _make_call(packing, causal, window, scale, options, return_lse)
+    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit)
 
 
 def explain(
@@ -309,22 +326,22 @@ def explain(
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
     flag("verbose", verbose)
-    backend = options.backend_setting(return_lse)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     longest = (max_seqlen_q, max_seqlen_k)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         require_no_lengths(lengths, longest)
-        settings = _dense_settings(causal, window, scale, backend)
+        packing = _DENSE
     else:
-        settings = _packed_settings(q, k, lengths, longest, causal, window, scale, backend)
+        packing = packing_of(q, k, lengths, longest)
+    call = _make_call(packing, causal, window, scale, options, return_lse)
     engine = _engine(q)
     operands = engine.prepare(q, k, v, lengths)
-    settings = engine.final_settings(q, settings)
+    call = engine.final_call(q, call)
     if not options.fp8:
         extras = _extras(return_max_logit, options)
-        return explain_call(operands, settings, deterministic, extras, verbose)
+        return explain_call(operands, call, deterministic, extras, verbose)
     _refuse_extras(return_max_logit, options)
     _require_torch(engine)
     rounded = _fp8_ops().like_backward(operands)
     fp8 = (*FP8_FORMAT, options.fp8_exp)
-    return explain_fp8_call(operands, rounded, settings, fp8, deterministic, verbose)
+    return explain_fp8_call(operands, rounded, call, fp8, deterministic, verbose)

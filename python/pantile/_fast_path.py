@@ -70,7 +70,12 @@ def takes_short_cut(tensors: tuple[Tensor, ...]) -> bool:
     ``tensors`` are all that the bindings would read: what is lazily negated, lazily zero, a
     subclass or wrapped is made ordinary by the dispatcher and by nothing else.
     """
-    if is_compiling() or not AVAILABLE:
+    return not is_compiling() and nothing_watches(tensors)
+
+
+def nothing_watches(tensors: tuple[Tensor, ...]) -> bool:
+    """The same of a call that is known not to be compiled."""
+    if not AVAILABLE:
         return False
     for x in tensors:
         if type(x) not in _PLAIN_TYPES or _keys_of(x).raw_repr() not in _PLAIN_KEYS:

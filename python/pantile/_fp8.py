@@ -9,7 +9,7 @@ from pantile._attention import (
     _engine,
     _fp8_ops,
     _require_torch,
-    packed_lengths,
+    packing_of,
     require_no_lengths,
 )
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
@@ -120,7 +120,7 @@ def quantize(
         require_no_lengths(lengths, longest)
         packing = (*lengths, 0, 0)
     else:
-        packing = packed_lengths(q, k, lengths, longest)
+        packing = packing_of(q, k, lengths, longest)
     engine = _engine(q)
     _require_torch(engine)
     engine.prepare(q, k, v, lengths)
@@ -132,10 +132,8 @@ def quantize(
         q,
         k,
         v,
-        (*packing, options.backend),
+        packing,
+        options.backend,
         tuple(_descale(name, value, q, engine) for name, value in descales.items()),
-        block_q,
-        block,
-        _flag("hadamard", hadamard),
-        _flag("smooth_k", smooth_k),
+        (block_q, block, _flag("hadamard", hadamard), _flag("smooth_k", smooth_k)),
     )

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 
 from pantile._arguments import choice, dtype_name, flag, real, shown
+from pantile._schema import OPTIONS
 
 BACKENDS = ("auto", "hopper", "ampere", "cpu", "reference")
 FP8_EXPS = ("code", "mixed", "exp2")
@@ -123,11 +124,6 @@ class Options:
     p_max_offset: float = 0.0
     min_exponent_log2: float = -100.0
 
-    def backend_setting(self, return_lse: bool) -> str:
-        """What the operators are told, for a call that returns its LSE or not."""
-        plain, with_lse = self.backend_settings
-        return with_lse if return_lse else plain
-
     def __post_init__(self) -> None:
         choice("backend", self.backend, BACKENDS)
         choice("float32_precision", self.float32_precision, FLOAT32_PRECISIONS)
@@ -143,10 +139,10 @@ class Options:
         choice("softmax_mode", self.softmax_mode, SOFTMAX_MODES)
         for name in ("rescale_threshold", "p_max_offset", "min_exponent_log2"):
             real(name, getattr(self, name))
-        # What the operators are told of it all: without and with an LSE that the call returns. No
-        # field: Options(**dataclasses.asdict(options)) makes an equal one.
-        settings = tuple(self._backend_setting(exact) for exact in (False, True))
-        object.__setattr__(self, "backend_settings", settings)
+        # The fields pantile._schema.OPTIONS of a call, by whether it returns its LSE. No field of
+        # this class: Options(**dataclasses.asdict(options)) makes an equal one.
+        fields = tuple(self._call_fields(exact) for exact in (False, True))
+        object.__setattr__(self, "call_fields", fields)
 
     @property
     def output_f32(self) -> bool:
@@ -171,29 +167,22 @@ class Options:
             and self.softmax_mode == "exact"
         )
 
-    def _backend_setting(self, exact_lse: bool) -> str:
-        """The operators' setting ``backend``: with it travel the softmax options that are not the
-        defaults, and the precision of float32 if one is asked for."""
-        items = [str(self.softmax)] if self.softmax != "auto" else []
-        if self._softmax_gives_way:
-            items.append("preferred")
-        if self.softmax_mode != "exact":
-            items.append(f"mode={self.softmax_mode}")
-        if self._share is not None:
-            items.append(f"quarters={round(4 * self._share)}")
-        if self.tensor_split == "rows":
-            items.append("rows")
-        if self.rescale_threshold != 8.0:
-            items.append(f"threshold={float(self.rescale_threshold)!r}")
-        if self.p_max_offset != 0.0:
-            items.append(f"offset={float(self.p_max_offset)!r}")
-        if self.min_exponent_log2 != -100.0:
-            items.append(f"exponent={float(self.min_exponent_log2)!r}")
-        if exact_lse:
-            items.append("lse")
-        softmax = f";{','.join(items)}" if items else ""
-        precision = "" if self.float32_precision == "auto" else f":{self.float32_precision}"
-        return self.backend + softmax + precision
+    def _call_fields(self, exact_lse: bool) -> tuple:
+        share = self._share
+        values = {
+            "backend": self.backend,
+            "float32_precision": self.float32_precision,
+            "softmax": str(self.softmax),
+            "softmax_preferred": self._softmax_gives_way,
+            "softmax_mode": self.softmax_mode,
+            "tensor_share": None if share is None else float(share),
+            "tensor_split": self.tensor_split,
+            "rescale_threshold": float(self.rescale_threshold),
+            "p_max_offset": float(self.p_max_offset),
+            "min_exponent_log2": float(self.min_exponent_log2),
+            "exact_lse": exact_lse,
+        }
+        return tuple(values[name] for name in OPTIONS)
 
 
 DEFAULT_OPTIONS = Options()

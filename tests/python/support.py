@@ -16,6 +16,7 @@ import torch
 from pantile import reference
 from pantile._direct import split_output
 from pantile._masks import window_bounds
+from pantile._schema import Call
 
 HERE = __file__.rpartition("/")[0]
 
@@ -537,7 +538,7 @@ def run_backward(case: Case, target: Target, inputs, deterministic: bool = False
     o, o_low, lse, grad_o, grad_lse = inputs
     bounds = (*case.lengths, None, None, *case.longest) if case.lengths else (None,) * 4 + (0, 0)
     mask = window_bounds(case.arguments.get("causal", False), case.arguments.get("window"))
-    settings = (*bounds, case.arguments.get("scale"), *mask, target.backend)
+    settings = Call(*bounds, case.arguments.get("scale"), *mask, target.backend)
     return torch.ops.pantile.backward(
         grad_o, grad_lse, *case.operands, o, o_low, lse, *settings, deterministic
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pantile import _C, reference
 from pantile._masks import window_bounds
+from pantile._schema import Call, bind
 from support import Target, bits, dense, gradients
 
 pantile.load_torch()
@@ -261,12 +262,8 @@ def test_low_bits_are_what_o_lacks(name, causal, head_dim, head_dim_v):
 def run_forward(case, o, lse, low) -> None:
     """As the operator does it, with the LSE, whose softmax is on vector units."""
     left, right = window_bounds(case.arguments.get("causal", False), None)
-    lengths = (None,) * 4 + (0, 0)
-    scale = case.q.shape[-1] ** -0.5
-    assert (
-        _C.forward(*case.operands, o, lse, low, None, *lengths, scale, left, right, "ampere;vector")
-        == 0
-    )
+    call = Call(window_left=left, window_right=right, backend="ampere", softmax="vector")
+    assert _C.forward(*case.operands, o, lse, low, None, bind(call)) == 0
 
 
 @pytest.mark.parametrize("name", ["bf16", "f16"])
@@ -285,10 +282,9 @@ def test_delta_does_not_carry_the_rounding_of_o(name, head_dim, head_dim_v, dete
     grad_o = torch.randn(o.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     grad_o = grad_o.to(dtype)
     found = [torch.empty_like(x) for x in case.operands]
-    lengths = (None,) * 4 + (0, 0)
-    settings = (head_dim**-0.5, -1, -1, "ampere", deterministic)
+    call = bind(Call(backend="ampere"))
     inputs = (*case.operands, o, low, lse)
-    assert _C.backward(grad_o, None, *inputs, *found, *lengths, *settings) == 0
+    assert _C.backward(grad_o, None, *inputs, *found, call, deterministic) == 0
     doubles = [x.double() for x in case.operands]
     exact = gradients(lambda *x: case.expected(*x, None), doubles, grad_o)[2:]
     textbook = gradients(lambda *x: case.expected(*x, None), case.operands, grad_o)[2:]

@@ -8,6 +8,7 @@ import numpy as np
 import pantile
 import pytest
 import torch
+from pantile._schema import Call, bind
 
 
 def tensors(**changes):
@@ -475,9 +476,9 @@ def test_nothing_is_written():
     """A refused call leaves its output alone: the operator's out tensors are never launched on."""
     q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)
     o, lse = torch.full_like(q, 7.0), torch.full((1, 2, 4), 7.0)
-    settings = (None, None, None, None, 0, 0, float("nan"), -1, -1, "auto")
+    call = bind(Call(scale=float("nan")))
     with pytest.raises(ValueError, match="scale is nan"):
-        pantile._C.forward(q, k, v, o, lse, None, None, *settings)
+        pantile._C.forward(q, k, v, o, lse, None, None, call)
     assert (o == 7).all()
     assert (lse == 7).all()
 
