@@ -109,9 +109,10 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_without_a_private_name_calls_take_the_dispatcher():
     assert len(OPTIONAL) > 10
-    output = run_python(SOURCE, *OPTIONAL, PANTILE_LOG="")
+    output = run_python(SOURCE, *OPTIONAL, timeout=600, PANTILE_LOG="")
     assert output.endswith("done\n")
 
 

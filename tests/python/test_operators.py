@@ -22,7 +22,6 @@ forward_op = torch.ops.pantile.forward.default
 backward_op = torch.ops.pantile.backward.default
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-DENSE = (None, None, None, None, 0, 0)
 MASKS = {"full": (-1, -1), "causal": (-1, 0), "window": (3, 1)}
 
 
@@ -62,9 +61,9 @@ def assert_equal_gradients(function, other, tensors):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("grad", [True, False])
 def test_opcheck_forward(mask, grad):
-    torch.library.opcheck(
-        forward_op, (*operands(grad), *DENSE, None, *MASKS[mask], "auto", False, False, False)
-    )
+    left, right = MASKS[mask]
+    call = Call(window_left=left, window_right=right)
+    torch.library.opcheck(forward_op, (*operands(grad), *call, False, False, False))
 
 
 def test_opcheck_forward_packed():
