@@ -56,7 +56,8 @@ def make_case(head_dim: int, length: int, causal: bool) -> cases.Case:
 
 
 def forward_of(problem: peers.Problem, mode: str):
-    options = pantile.Options(backend="ampere", **MODES[mode])
+    softmax = pantile.experimental.SoftmaxOptions(**MODES[mode])
+    options = pantile.Options(backend="ampere", softmax=softmax)
     operands = (problem.q, problem.k, problem.v)
     causal = problem.case.causal
     return lambda: pantile.attention(*operands, causal=causal, options=options)

@@ -132,7 +132,7 @@ def explain(
     max_logit: bool = False,
     output_f32: bool = False,
     o_low: bool = False,
-) -> tuple[dict, dict]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Forward and backward, in the fields of pantile.PassExplanation."""
 
 def quantize(
@@ -142,7 +142,7 @@ def quantize(
     descale_q: Any | None,
     descale_k: Any | None,
     descale_v: Any | None,
-    operands: tuple,
+    operands: tuple[Any, ...],
     call: Call,
     block_q: int,
     block_k: int,
@@ -155,7 +155,7 @@ def quantize(
     """
 
 def forward_fp8(
-    operands: tuple,
+    operands: tuple[Any, ...],
     o: Any,
     lse: Any | None,
     head_dim: int,
@@ -176,28 +176,28 @@ def explain_fp8(
     hadamard: bool,
     smooth_k: bool,
     exp: str,
-) -> tuple[dict, dict]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Quantising and the forward, in the fields of pantile.PassExplanation."""
 
 def check_sequences(call: Call, total_q: int, total_k: int) -> None:
     """Checks the contents of the call's arrays, which must be in host memory."""
 
-def kernels() -> list[dict]: ...
-def devices() -> tuple[list[dict], str]: ...
+def kernels() -> list[dict[str, Any]]: ...
+def devices() -> tuple[list[dict[str, Any]], str]: ...
 def build_info() -> str: ...
 def set_plain(
     parameter_type: type,
-    grad_enabled: Callable,
-    watchers: tuple[Callable, ...],
-    empty_like: Callable,
+    grad_enabled: Callable[..., Any],
+    watchers: tuple[Callable[..., Any], ...],
+    empty_like: Callable[..., Any],
 ) -> None: ...
 def set_torch(
     tensor_type: type,
     exchange: Any | None,
-    describe: Callable,
-    current_stream: Callable,
-    lend_workspace: Callable,
-    is_capturing: Callable,
+    describe: Callable[..., Any],
+    current_stream: Callable[..., Any],
+    lend_workspace: Callable[..., Any],
+    is_capturing: Callable[..., Any],
     thread_count: int,
 ) -> None: ...
 def set_cpu_threads(threads: int) -> None: ...

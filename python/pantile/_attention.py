@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pantile import _C
-from pantile._arguments import flag, is_symbolic, length, real, shown
+from pantile._arguments import check_rows, flag, is_symbolic, length, real, shown
 from pantile._explain import Explanation, explain_call, explain_fp8_call
+from pantile._foreign import refuse
 from pantile._masks import window_bounds
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
 from pantile._quantized import Quantized
 from pantile._schema import LENGTHS, PACKING, Call
+
+if TYPE_CHECKING:
+    from pantile._types import Array, Lengths, Tensor, Window
 
 # What Options(fp8=True) makes of its inputs: rows to a scale in Q, keys to a scale, Hadamard
 # rotation, K smoothing.
@@ -73,20 +77,6 @@ def _longest(name: str, value: object) -> int:
     if value is None:
         raise TypeError(f"{name} is missing; it must be the length of the longest sequence")
     return length(name, value, in_range=not _is_compiling())  # a graph is checked when it runs
-
-
-def _check_rows(which: str, x: Any, cu_seqlens: Any, longest: int) -> None:
-    """That sequences of at most ``longest`` rows can fill x: total_rule of validate.cc, which
-    tensors without memory do not reach."""
-    if getattr(x, "ndim", 0) != 3 or getattr(cu_seqlens, "ndim", 0) != 1:
-        return  # refused elsewhere
-    total, batch = x.shape[0], cu_seqlens.shape[0] - 1
-    symbolic = any(is_symbolic(n) for n in (total, batch, longest))
-    if not symbolic and batch > 0 and total > batch * longest:
-        raise ValueError(
-            f"max_seqlen_{which} is {longest}; with batch {batch} and total_{which} {total} it "
-            f"must be at least {-(-total // batch)}"
-        )
 
 
 def _refuse_extras(return_max_logit: bool, options: Options) -> None:
@@ -152,19 +142,129 @@ _PLAIN_CALLS = {
 }
 
 
+_BY_NAME = (
+    *("causal", "window", "scale", "return_lse", "return_max_logit", "deterministic", "options"),
+)
+_PACKED_BY_NAME = ("seqused_q", "seqused_k", *_BY_NAME)
+
+
+@overload
 def attention(
-    q,
-    k=None,
-    v=None,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Array: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: bool = ...,
+    return_max_logit: bool = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Array | tuple[Array, ...]: ...
+@overload
+def attention(
+    q: Quantized,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Quantized,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Quantized,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    *extra: Any,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
-):
+    **foreign: Any,
+) -> Any:
     """Exact attention, ``softmax(Q K^T * scale + mask) V``, without storing the score matrix.
 
     Algorithm: FlashAttention-2 (Dao 2023, sections 3.1 and 3.2), with the online softmax of
@@ -172,8 +272,8 @@ def attention(
 
     Args:
         q: ``[batch, seqlen_q, heads_q, head_dim]``; float32, float16 or bfloat16; a torch tensor
-            on the CPU or a CUDA device, or a NumPy array (CPU, forward only). Or FP8 operands
-            of :func:`quantize`, alone: dense or packed, o in bfloat16 or float16.
+            on the CPU or a CUDA device, or a NumPy array (CPU, forward only). Or FP8 operands,
+            alone, as :func:`pantile.fp8.attention` takes them.
         k: ``[batch, seqlen_k, heads_k, head_dim]``, dtype and device of q. ``heads_q`` must be a
             multiple of ``heads_k``: query head h attends with key head ``h // (heads_q //
             heads_k)`` (grouped-query attention).
@@ -202,6 +302,8 @@ def attention(
         pantile.UnsupportedError: valid, but no compiled kernel serves it; says why each refused.
         RuntimeError: the device or the build lacks what is needed, or CUDA failed.
     """
+    if extra or foreign:
+        refuse("attention", extra, foreign, _BY_NAME)
     if (
         options is window is scale is None
         and return_lse is return_max_logit is deterministic is False
@@ -224,8 +326,8 @@ def packing_of(q, k, lengths: tuple, longest: tuple) -> tuple:
             raise TypeError(f"{name} is None; it must be an int32 tensor of batch + 1 offsets")
     longest = (_longest("max_seqlen_q", longest[0]), _longest("max_seqlen_k", longest[1]))
     if getattr(q, "is_meta", False):
-        _check_rows("q", q, lengths[0], longest[0])
-        _check_rows("k", k, lengths[1], longest[1])
+        check_rows("q", q, lengths[0], longest[0])
+        check_rows("k", k, lengths[1], longest[1])
     return (*lengths, *longest)
 
 
@@ -239,30 +341,163 @@ def require_no_lengths(lengths: tuple, longest: tuple) -> None:
             )
 
 
+@overload
 def varlen_attention(
-    q,
-    k=None,
-    v=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_q: Lengths | None = ...,
+    seqused_k: Lengths | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Array: ...
+@overload
+def varlen_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_q: Lengths | None = ...,
+    seqused_k: Lengths | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Array, Array]: ...
+@overload
+def varlen_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_q: Lengths | None = ...,
+    seqused_k: Lengths | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Array, Array]: ...
+@overload
+def varlen_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_q: Lengths | None = ...,
+    seqused_k: Lengths | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def varlen_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_q: Lengths | None = ...,
+    seqused_k: Lengths | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: bool = ...,
+    return_max_logit: bool = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Array | tuple[Array, ...]: ...
+@overload
+def varlen_attention(
+    q: Quantized,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    q: Quantized,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    q: Quantized,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def varlen_attention(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    *,
-    seqused_q=None,
-    seqused_k=None,
+    *extra: Any,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
-):
+    **foreign: Any,
+) -> Any:
     """:func:`attention` over sequences of different lengths, packed one after the other.
 
     Args:
-        q: ``[total_q, heads_q, head_dim]``; or FP8 operands of :func:`quantize`, alone, which know
-            their sequences.
+        q: ``[total_q, heads_q, head_dim]``; or FP8 operands, alone, which know their sequences.
         k, v: ``[total_k, heads_k, head_dim]`` and ``[total_k, heads_k, head_dim_v]``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]`` on the device of q: sequence b holds rows
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. They start at 0, never decrease and end at
@@ -282,6 +517,8 @@ def varlen_attention(
     Raises:
         As :func:`attention`.
     """
+    if extra or foreign:
+        refuse("varlen_attention", extra, foreign, _PACKED_BY_NAME)
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -297,24 +534,25 @@ def varlen_attention(
 
 
 def explain(
-    q,
-    k,
-    v,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths | None = None,
+    cu_seqlens_k: Lengths | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    *,
-    seqused_q=None,
-    seqused_k=None,
+    *extra: Any,
+    seqused_q: Lengths | None = None,
+    seqused_k: Lengths | None = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
     verbose: bool = False,
+    **foreign: Any,
 ) -> Explanation:
     """What :func:`attention` (or, with ``cu_seqlens``, :func:`varlen_attention`) would do.
 
@@ -322,7 +560,13 @@ def explain(
     kernel of each pass, its tiles and workspace, the copies made first, and a line for each
     backend that says why it does not serve. With ``verbose`` it prints one for each row of the
     kernel table; ``rows`` of each pass holds them in any case.
+
+    Raises:
+        TypeError, ValueError: as the call itself would. What no kernel serves raises nothing here:
+        the answer says why.
     """
+    if extra or foreign:
+        refuse("explain", extra, foreign, (*_PACKED_BY_NAME, "verbose"))
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
     flag("verbose", verbose)

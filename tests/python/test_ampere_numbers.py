@@ -9,6 +9,7 @@ import torch
 from pantile import _C, reference
 from pantile._masks import window_bounds
 from pantile._schema import Call, bind
+from pantile.experimental import SoftmaxOptions
 from support import Target, bits, dense, gradients
 
 pantile.load_torch()
@@ -175,13 +176,18 @@ TRIALS = {
 }
 
 
+def trial_options(**chosen) -> pantile.Options:
+    softmax = SoftmaxOptions(softmax="tensor", **chosen)
+    return pantile.Options(backend="ampere", softmax=softmax)
+
+
 @pytest.mark.parametrize("trial", TRIALS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["bf16", "f16"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_trials_leave_other_rows_alone(trial, head_dim, name, value):
     """Rows long enough for key tiles without a mask, which the first run scales on tensor cores."""
-    options = pantile.Options(backend="ampere", softmax="tensor", **TRIALS[trial])
+    options = trial_options(**TRIALS[trial])
     case = dense(GPU, DTYPES[name], 1, 1000, 1000, 2, 2, head_dim, causal=True)
     case.q = case.q * 3
     clean = case.ours(*case.operands, options=options)
@@ -208,7 +214,7 @@ def test_trials_leave_other_rows_alone(trial, head_dim, name, value):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_values_that_are_not_finite_beside_the_surrogate(head_dim):
     """Seen by some rows of a tile, and then O of all of them is rescaled on tensor cores."""
-    options = pantile.Options(backend="ampere", softmax="tensor", softmax_mode="surrogate")
+    options = trial_options(softmax_mode="surrogate")
     case = dense(GPU, torch.bfloat16, 1, 400, 400, 1, 1, head_dim, causal=True, scale=0.5)
     case.k = case.k * torch.linspace(8, 1, 400, device="cuda")[None, :, None, None].to(case.k)
     clean = case.ours(*case.operands, options=options)[0]

@@ -223,9 +223,10 @@ def test_options_in_a_locale_with_decimal_commas(tmp_path):
         locale.setlocale(locale.LC_NUMERIC, "{comma_locale(tmp_path)}")
         print(locale.localeconv()["decimal_point"])
         q = numpy.ones((1, 3, 1, 8), numpy.float32)
-        options = pantile.Options(
-            softmax="vector", rescale_threshold=2.5, p_max_offset=0.25, min_exponent_log2=-0.5
+        softmax = pantile.experimental.SoftmaxOptions(
+            "vector", rescale_threshold=2.5, p_max_offset=0.25, min_exponent_log2=-0.5
         )
+        options = pantile.Options(softmax=softmax)
         print(options.call_fields[False][-4:])
         print(pantile.explain(q, q, q, options=options).forward.softmax)
         """,
