@@ -27,7 +27,7 @@ import pantile
 import torch
 import torch.nn.functional as F
 from pantile.bench import measure
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
@@ -62,15 +62,15 @@ PRESETS = {
 # Attention: [batch, seq, heads, dim] in and out, causal
 
 
-def attend_pantile(q, k, v):
+def attend_pantile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return pantile.attention(q, k, v, causal=True)
 
 
-def attend_pantile_fp8(q, k, v):
+def attend_pantile_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return pantile.attention(q, k, v, causal=True, options=FP8)
 
 
-def attend_sdpa(q, k, v):
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 

@@ -23,6 +23,7 @@ import pantile
 import torch
 from accuracy_cases import OPERANDS, Case, Tensors, draw, errors, exact
 from accuracy_fp8 import hadamard
+from pantile._schema import Call
 from pantile.bench import figures
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -135,7 +136,7 @@ def gradient_rows() -> Iterator[dict]:
             leaves = [x.requires_grad_() for x in operands(inputs)]
             o, lse = pantile.attention(*leaves, causal=True, return_lse=True, options=options)
             yield row(name, o, lse, torch.autograd.grad(o, leaves, grad_o))
-        settings = (None, None, None, None, 0, 0, None, -1, 0, "cpu")
+        settings = Call(window_right=0, backend="cpu")
         for name, used in (("FP8's LSE and O", lse), ("FP8's O alone", truth["lse"].float())):
             used = used.detach()
             grads = torch.ops.pantile.backward(

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 #include <cstring>
-#include <optional>
 
+#include "call.h"
 #include "pantile/pantile.h"
 #include "planner.h"
 #include "request.h"
@@ -124,14 +124,8 @@ inline QuantizeProblem quantize_problem(const Request& request, const Fp8Format&
 
 inline unsigned quantize(nb::handle q, nb::handle k, nb::handle v, nb::handle descale_q,
                          nb::handle descale_k, nb::handle descale_v, nb::tuple operands,
-                         nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqused_q,
-                         nb::handle seqused_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
-                         int block_q, int block_k, bool hadamard, bool smooth_k,
-                         const char* backend) {
-  const Request request =
-      read_request(q, k, v,
-                   Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
-                            max_seqlen_k, 1.0, kUnbounded, kUnbounded, backend, true});
+                         const Call& call, int block_q, int block_k, bool hadamard, bool smooth_k) {
+  const Request request = read_request(q, k, v, call, true);
   QuantizeProblem problem =
       quantize_problem(request, fp8_format(block_q, block_k, smooth_k), hadamard);
   const QuantizedSizes sizes = quantized_sizes(problem.forward);
@@ -164,31 +158,30 @@ inline unsigned quantize(nb::handle q, nb::handle k, nb::handle v, nb::handle de
                                      {&request.v, &problem.v, kCopyV}});
 }
 
-// What the operands do not show: the shape of K and the mask of the call.
-struct Fp8Call {
+// What neither the operands nor the call show.
+struct Fp8Shape {
   std::int64_t head_dim;
   std::int64_t keys;  // of a sequence; packed: in all
   Fp8Format format;
 };
 
 // A request whose q, k and v are operands. `output` is o, or a tensor like it.
-inline Request fp8_request(const TensorView& output, const nb::tuple& operands, const Fp8Call& call,
-                           const Settings& settings) {
+inline Request fp8_request(const TensorView& output, const nb::tuple& operands,
+                           const Fp8Shape& shape, const Call& call) {
   Request request;
   request.q = output;
   request.device = parse_device(output);
-  read_backend(settings.backend, &request);
-  request.packed = !settings.cu_seqlens_q.is_none();
+  read_options(call, &request);
   ForwardProblem& problem = request.problem;
   const int heads = request.packed ? 1 : 2;  // axis
   require_rank(
       output, heads + 2,
       request.packed ? "[total_q, heads_q, head_dim_v]" : "[batch, seqlen_q, heads_q, head_dim_v]");
   problem.dtype = DType::e4m3;
-  problem.fp8 = call.format;
+  problem.fp8 = shape.format;
   problem.fp8.output = parse_dtype(output, false);
   problem.heads_q = output.shape[heads];
-  problem.head_dim = call.head_dim;
+  problem.head_dim = shape.head_dim;
   problem.head_dim_v = output.shape[heads + 1];
   const TensorView codes =
       read_tensor(operands[static_cast<std::size_t>(kCodesK)], kOperandNames[kCodesK]);
@@ -196,53 +189,35 @@ inline Request fp8_request(const TensorView& output, const nb::tuple& operands, 
   problem.heads_k = codes.shape[0];
   if (request.packed) {
     std::int64_t bounds = 0;
-    request.tensors.cu_seqlens_q =
-        read_lengths(settings.cu_seqlens_q, "cu_seqlens_q", output, &bounds);
-    request.tensors.cu_seqlens_k =
-        read_lengths(settings.cu_seqlens_k, "cu_seqlens_k", output, &bounds);
+    request.tensors.cu_seqlens_q = read_lengths(call.cu_seqlens_q, "cu_seqlens_q", output, &bounds);
+    request.tensors.cu_seqlens_k = read_lengths(call.cu_seqlens_k, "cu_seqlens_k", output, &bounds);
     problem.packed_q = problem.packed_k = true;
     problem.batch = bounds - 1;
-    problem.seqlen_q = settings.max_seqlen_q;
-    problem.seqlen_k = settings.max_seqlen_k;
+    problem.seqlen_q = call.max_seqlen_q;
+    problem.seqlen_k = call.max_seqlen_k;
     problem.total_q = output.shape[0];
-    problem.total_k = call.keys;
+    problem.total_k = shape.keys;
   } else {
     problem.batch = output.shape[0];
     problem.seqlen_q = output.shape[1];
-    problem.seqlen_k = call.keys;
+    problem.seqlen_k = shape.keys;
     problem.total_q = problem.batch * problem.seqlen_q;
     problem.total_k = problem.batch * problem.seqlen_k;
   }
-  if (!settings.seqused_q.is_none()) {
-    problem.has_seqused_q = true;
-    request.tensors.seqused_q = read_used(settings.seqused_q, "seqused_q", request);
-  }
-  if (!settings.seqused_k.is_none()) {
-    problem.has_seqused_k = true;
-    request.tensors.seqused_k = read_used(settings.seqused_k, "seqused_k", request);
-  }
-  problem.window_left = settings.window_left;
-  problem.window_right = settings.window_right;
-  problem.scale = static_cast<float>(settings.scale.value_or(
-      1.0 / std::sqrt(static_cast<double>(std::max<std::int64_t>(problem.head_dim, 1)))));
+  read_used_lengths(call, &request);
+  problem.scale = call.scale_for(problem.head_dim);
   problem.o = layout_of(output);
   return request;
 }
 
 inline void forward_fp8(nb::tuple operands, nb::handle o, nb::handle lse, std::int64_t head_dim,
-                        std::int64_t keys, nb::handle cu_seqlens_q, nb::handle cu_seqlens_k,
-                        nb::handle seqused_q, nb::handle seqused_k, std::int64_t max_seqlen_q,
-                        std::int64_t max_seqlen_k, std::optional<double> scale,
-                        std::int64_t window_left, std::int64_t window_right, const char* backend,
-                        int block_q, int block_k, bool smooth_k, const char* exp) {
+                        std::int64_t keys, const Call& call, int block_q, int block_k,
+                        bool smooth_k, const char* exp) {
   const TensorView output = read_tensor(o, "o");
   require_contiguous(output);
-  Fp8Call call{head_dim, keys, fp8_format(block_q, block_k, smooth_k)};
-  call.format.exp = parse_exp(exp);
-  Request request =
-      fp8_request(output, operands, call,
-                  Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
-                           max_seqlen_k, scale, window_left, window_right, backend});
+  Fp8Shape shape{head_dim, keys, fp8_format(block_q, block_k, smooth_k)};
+  shape.format.exp = parse_exp(exp);
+  Request request = fp8_request(output, operands, shape, call);
   const QuantizedSizes sizes = quantized_sizes(request.problem);
   ForwardTensors& tensors = request.tensors;
   const auto read = [&](int index) { return read_operand(operands, index, sizes, request.device); };
@@ -265,16 +240,10 @@ inline void forward_fp8(nb::tuple operands, nb::handle o, nb::handle lse, std::i
 }
 
 // Quantising q, k and v and the attention that follows, as (quantize, forward).
-inline nb::tuple explain_fp8(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlens_q,
-                             nb::handle cu_seqlens_k, nb::handle seqused_q, nb::handle seqused_k,
-                             std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
-                             std::optional<double> scale, std::int64_t window_left,
-                             std::int64_t window_right, const char* backend, int block_q,
-                             int block_k, bool hadamard, bool smooth_k, const char* exp) {
-  const Request request =
-      read_request(q, k, v,
-                   Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
-                            max_seqlen_k, scale, window_left, window_right, backend, true});
+inline nb::tuple explain_fp8(nb::handle q, nb::handle k, nb::handle v, const Call& call,
+                             int block_q, int block_k, bool hadamard, bool smooth_k,
+                             const char* exp) {
+  const Request request = read_request(q, k, v, call, true);
   Fp8Format format = fp8_format(block_q, block_k, smooth_k);
   format.exp = parse_exp(exp);
   format.output = request.problem.dtype == DType::f16 ? DType::f16 : DType::bf16;

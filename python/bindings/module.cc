@@ -2,7 +2,6 @@
 // plans, lends workspace and runs without the GIL. It makes no CUDA call when it is imported.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
@@ -10,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "call.h"
 #include "fp8.h"
 #include "pantile/pantile.h"
 #include "plain.h"
@@ -67,14 +67,8 @@ unsigned run_forward_request(Request* request) {
 }
 
 unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
-                 nb::handle o_low, nb::handle max_logit, nb::handle cu_seqlens_q,
-                 nb::handle cu_seqlens_k, nb::handle seqused_q, nb::handle seqused_k,
-                 std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, std::optional<double> scale,
-                 std::int64_t window_left, std::int64_t window_right, const char* backend) {
-  Request request =
-      read_request(q, k, v,
-                   Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
-                            max_seqlen_k, scale, window_left, window_right, backend});
+                 nb::handle o_low, nb::handle max_logit, const Call& call) {
+  Request request = read_request(q, k, v, call);
   ForwardProblem& problem = request.problem;
   take_output(o, &request);
   problem.wants_lse = !lse.is_none();
@@ -100,13 +94,10 @@ unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::han
 
 // The request of a plain call, without outputs; nothing when its tensors cannot be read or do not
 // fit together. The operators say then what is wrong.
-std::optional<Request> read_plain_request(nb::handle q, nb::handle k, nb::handle v, bool causal,
-                                          const char* backend) {
-  const nb::handle none(Py_None);
-  const std::int64_t right = causal ? 0 : -1;
+std::optional<Request> read_plain_request(nb::handle q, nb::handle k, nb::handle v,
+                                          const Call& call) {
   try {
-    return read_request(q, k, v,
-                        Settings{none, none, none, none, 0, 0, std::nullopt, -1, right, backend});
+    return read_request(q, k, v, call);
   } catch (const nb::python_error&) {
     return std::nullopt;
   }
@@ -114,11 +105,11 @@ std::optional<Request> read_plain_request(nb::handle q, nb::handle k, nb::handle
 
 // The whole of a plain call (plain.h): the output, or None when the call is not plain or needs more
 // than one fresh tensor like q; nothing has been launched then.
-nb::object attend(nb::handle q, nb::handle k, nb::handle v, bool causal, const char* backend) {
+nb::object attend(nb::handle q, nb::handle k, nb::handle v, const Call& call) {
   if (!is_plain_call({q, k, v})) {
     return nb::none();
   }
-  std::optional<Request> request = read_plain_request(q, k, v, causal, backend);
+  std::optional<Request> request = read_plain_request(q, k, v, call);
   if (!request) {
     return nb::none();
   }
@@ -155,15 +146,8 @@ void take_gradients(nb::handle grad_q, nb::handle grad_k, nb::handle grad_v, con
 
 unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::handle k, nb::handle v,
                   nb::handle o, nb::handle o_low, nb::handle lse, nb::handle grad_q,
-                  nb::handle grad_k, nb::handle grad_v, nb::handle cu_seqlens_q,
-                  nb::handle cu_seqlens_k, nb::handle seqused_q, nb::handle seqused_k,
-                  std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, std::optional<double> scale,
-                  std::int64_t window_left, std::int64_t window_right, const char* backend,
-                  bool deterministic) {
-  Request request =
-      read_request(q, k, v,
-                   Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
-                            max_seqlen_k, scale, window_left, window_right, backend});
+                  nb::handle grad_k, nb::handle grad_v, const Call& call, bool deterministic) {
+  Request request = read_request(q, k, v, call);
   const std::int64_t head_dim_v = request.problem.head_dim_v;
   const TensorView output = read_tensor(o, "o");
   const TensorView grad_output = read_tensor(grad_o, "grad_o");
@@ -210,10 +194,7 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
 
 // Contents of cu_seqlens and seqused, given as host arrays. The totals stand for q and k; heads and
 // head dims do not matter here.
-void check_sequence_contents(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqused_q,
-                             nb::handle seqused_k, std::int64_t max_seqlen_q,
-                             std::int64_t max_seqlen_k, std::int64_t total_q,
-                             std::int64_t total_k) {
+void check_sequence_contents(const Call& call, std::int64_t total_q, std::int64_t total_k) {
   TensorView host;
   ForwardProblem problem;
   ForwardTensors tensors;
@@ -222,20 +203,20 @@ void check_sequence_contents(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, n
   problem.packed_q = problem.packed_k = true;
   problem.heads_q = problem.heads_k = problem.head_dim = problem.head_dim_v = 1;
   problem.o.seq = problem.o.head = 1;
-  tensors.cu_seqlens_q = read_lengths(cu_seqlens_q, "cu_seqlens_q", host, &bounds);
-  tensors.cu_seqlens_k = read_lengths(cu_seqlens_k, "cu_seqlens_k", host, &count);
+  tensors.cu_seqlens_q = read_lengths(call.cu_seqlens_q, "cu_seqlens_q", host, &bounds);
+  tensors.cu_seqlens_k = read_lengths(call.cu_seqlens_k, "cu_seqlens_k", host, &count);
   problem.batch = bounds - 1;
-  problem.seqlen_q = max_seqlen_q;
-  problem.seqlen_k = max_seqlen_k;
+  problem.seqlen_q = call.max_seqlen_q;
+  problem.seqlen_k = call.max_seqlen_k;
   problem.total_q = total_q;
   problem.total_k = total_k;
-  problem.has_seqused_q = !seqused_q.is_none();
-  problem.has_seqused_k = !seqused_k.is_none();
+  problem.has_seqused_q = !call.seqused_q.is_none();
+  problem.has_seqused_k = !call.seqused_k.is_none();
   if (problem.has_seqused_q) {
-    tensors.seqused_q = read_lengths(seqused_q, "seqused_q", host, &count);
+    tensors.seqused_q = read_lengths(call.seqused_q, "seqused_q", host, &count);
   }
   if (problem.has_seqused_k) {
-    tensors.seqused_k = read_lengths(seqused_k, "seqused_k", host, &count);
+    tensors.seqused_k = read_lengths(call.seqused_k, "seqused_k", host, &count);
   }
   raise_unless_ok(check_sequences(problem, tensors));
 }
@@ -243,15 +224,9 @@ void check_sequence_contents(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, n
 // ---- explanations ----------------------------------------------------------------------------
 
 // Both passes; the backward is described for gradients as autograd makes them, contiguous.
-nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlens_q,
-                  nb::handle cu_seqlens_k, nb::handle seqused_q, nb::handle seqused_k,
-                  std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, std::optional<double> scale,
-                  std::int64_t window_left, std::int64_t window_right, const char* backend,
-                  bool deterministic, bool max_logit, bool output_f32, bool o_low) {
-  Request request =
-      read_request(q, k, v,
-                   Settings{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
-                            max_seqlen_k, scale, window_left, window_right, backend});
+nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, const Call& call, bool deterministic,
+                  bool max_logit, bool output_f32, bool o_low) {
+  Request request = read_request(q, k, v, call);
   ForwardProblem& forward = request.problem;
   BackwardProblem backward;
   backward.forward = forward;
@@ -376,39 +351,27 @@ std::string version() {
 
 NB_MODULE(_C, module) {
   namespace py = pantile::python;
+  // A graph of autograd that lives as long as the process holds a Call: no leak.
+  nb::set_leak_warnings(false);
   nb::exception<py::UnsupportedError>(module, "UnsupportedError", PyExc_NotImplementedError);
   module.attr("__version__") = py::version();
+  py::bind_call(module);
   module.def("forward", &py::forward, "q"_a, "k"_a, "v"_a, "o"_a, "lse"_a.none(), "o_low"_a.none(),
-             "max_logit"_a.none(), "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(),
-             "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a,
-             "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a);
-  module.def("attend", &py::attend, "q"_a.none(), "k"_a.none(), "v"_a.none(), "causal"_a,
-             "backend"_a);
+             "max_logit"_a.none(), "call"_a);
+  module.def("attend", &py::attend, "q"_a.none(), "k"_a.none(), "v"_a.none(), "call"_a);
   module.def("backward", &py::backward, "grad_o"_a, "grad_lse"_a.none(), "q"_a, "k"_a, "v"_a, "o"_a,
-             "o_low"_a.none(), "lse"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a, "cu_seqlens_q"_a.none(),
-             "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
-             "max_seqlen_k"_a, "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a,
+             "o_low"_a.none(), "lse"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a, "call"_a,
              "deterministic"_a);
-  module.def("explain", &py::explain, "q"_a, "k"_a, "v"_a, "cu_seqlens_q"_a.none(),
-             "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
-             "max_seqlen_k"_a, "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a,
-             "deterministic"_a, "max_logit"_a = false, "output_f32"_a = false, "o_low"_a = false);
+  module.def("explain", &py::explain, "q"_a, "k"_a, "v"_a, "call"_a, "deterministic"_a,
+             "max_logit"_a = false, "output_f32"_a = false, "o_low"_a = false);
   module.def("quantize", &py::quantize, "q"_a, "k"_a, "v"_a, "descale_q"_a.none(),
-             "descale_k"_a.none(), "descale_v"_a.none(), "operands"_a, "cu_seqlens_q"_a.none(),
-             "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
-             "max_seqlen_k"_a, "block_q"_a, "block_k"_a, "hadamard"_a, "smooth_k"_a, "backend"_a);
+             "descale_k"_a.none(), "descale_v"_a.none(), "operands"_a, "call"_a, "block_q"_a,
+             "block_k"_a, "hadamard"_a, "smooth_k"_a);
   module.def("forward_fp8", &py::forward_fp8, "operands"_a, "o"_a, "lse"_a.none(), "head_dim"_a,
-             "keys"_a, "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(), "seqused_q"_a.none(),
-             "seqused_k"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a, "scale"_a.none(),
-             "window_left"_a, "window_right"_a, "backend"_a, "block_q"_a, "block_k"_a, "smooth_k"_a,
-             "exp"_a);
-  module.def("explain_fp8", &py::explain_fp8, "q"_a, "k"_a, "v"_a, "cu_seqlens_q"_a.none(),
-             "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a,
-             "max_seqlen_k"_a, "scale"_a.none(), "window_left"_a, "window_right"_a, "backend"_a,
-             "block_q"_a, "block_k"_a, "hadamard"_a, "smooth_k"_a, "exp"_a);
-  module.def("check_sequences", &py::check_sequence_contents, "cu_seqlens_q"_a, "cu_seqlens_k"_a,
-             "seqused_q"_a.none(), "seqused_k"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a,
-             "total_q"_a, "total_k"_a);
+             "keys"_a, "call"_a, "block_q"_a, "block_k"_a, "smooth_k"_a, "exp"_a);
+  module.def("explain_fp8", &py::explain_fp8, "q"_a, "k"_a, "v"_a, "call"_a, "block_q"_a,
+             "block_k"_a, "hadamard"_a, "smooth_k"_a, "exp"_a);
+  module.def("check_sequences", &py::check_sequence_contents, "call"_a, "total_q"_a, "total_k"_a);
   module.def("kernels", &py::kernels);
   module.def("devices", &py::devices);
   module.def("build_info", &pantile::build_info);

@@ -4,155 +4,15 @@
 #pragma once
 
 #include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <initializer_list>
-#include <limits>
-#include <optional>
 #include <string>
-#include <system_error>
 
+#include "call.h"
 #include "pantile/pantile.h"
 #include "tensor_view.h"
 
 namespace pantile::python {
-
-// The mask, scale and packing of a call, as Python passes them.
-struct Settings {
-  nb::handle cu_seqlens_q;
-  nb::handle cu_seqlens_k;
-  nb::handle seqused_q;
-  nb::handle seqused_k;
-  std::int64_t max_seqlen_q;
-  std::int64_t max_seqlen_k;
-  std::optional<double> scale;  // default: head_dim to the power of -1/2
-  std::int64_t window_left;
-  std::int64_t window_right;
-  const char* backend;
-  bool takes_codes = false;  // whether q, k and v may be float8_e4m3fn
-};
-
-// The setting names a backend and may name, behind a semicolon, softmax options, and behind a colon
-// how float32 is multiplied: "ampere;tensor:tf32".
-inline Backend parse_backend(const char* setting) {
-  const std::string text = std::string(setting).substr(0, std::strcspn(setting, ";:"));
-  std::string allowed;
-  for (const Backend backend :
-       {Backend::automatic, Backend::hopper, Backend::ampere, Backend::cpu, Backend::reference}) {
-    if (text == backend_name(backend)) {
-      return backend;
-    }
-    allowed += allowed.empty() ? "" : ", ";
-    allowed += backend_name(backend);
-  }
-  raise_value_error("backend is '%s'; it must be one of %s", text.c_str(), allowed.c_str());
-}
-
-inline Float32Precision parse_float32_precision(const char* setting) {
-  const std::string text(setting);
-  const std::size_t colon = text.find(':');
-  const std::string name = colon == std::string::npos ? "highest" : text.substr(colon + 1);
-  for (const Float32Precision precision : {Float32Precision::highest, Float32Precision::tf32}) {
-    if (name == float32_precision_name(precision)) {
-      return precision;
-    }
-  }
-  raise_value_error("float32_precision is '%s'; it must be one of highest, tf32", name.c_str());
-}
-
-// Looks `text` up among the names of `values`.
-template <class Value>
-bool find_named(std::initializer_list<Value> values, const char* (*name_of)(Value),
-                const std::string& text, Value* found) {
-  for (const Value value : values) {
-    if (text == name_of(value)) {
-      *found = value;
-      return true;
-    }
-  }
-  return false;
-}
-
-// All of `text` as a number. Unlike strtof and atoi it is the same in every locale, and what is no
-// number is refused.
-template <class Number>
-Number parse_number(const char* name, const std::string& text) {
-  Number number{};
-  const char* const end = text.data() + text.size();
-  const std::from_chars_result result = std::from_chars(text.data(), end, number);
-  if (result.ec != std::errc() || result.ptr != end) {
-    raise_value_error("%s is '%s'; it must be %s", name, text.c_str(),
-                      std::is_integral_v<Number> ? "an integer" : "a number");
-  }
-  return number;
-}
-
-inline float parse_float(const char* name, const std::string& text) {
-  return static_cast<float>(parse_number<double>(name, text));
-}
-
-// The item of a backend's setting that says that the environment chose the softmax, not the call.
-inline constexpr const char* kPreferred = "preferred";
-
-// One item of parse_softmax's text: a name, or name=value; whether it is known.
-inline bool parse_softmax_item(const std::string& item, SoftmaxOptions* softmax) {
-  const std::size_t mark = item.find('=');
-  if (mark == std::string::npos) {
-    if (item == "rows") {
-      softmax->split_rows = true;
-    } else if (item == "lse") {
-      softmax->exact_lse = true;
-    } else if (item != kPreferred) {
-      return find_named({SoftmaxUnit::automatic, SoftmaxUnit::vector, SoftmaxUnit::tensor},
-                        softmax_unit_name, item, &softmax->unit);
-    }
-    return true;
-  }
-  const std::string name = item.substr(0, mark);
-  const std::string value = item.substr(mark + 1);
-  if (name == "mode") {
-    return find_named({SoftmaxMode::exact, SoftmaxMode::surrogate, SoftmaxMode::fast_scale},
-                      softmax_mode_name, value, &softmax->mode);
-  }
-  if (name == "quarters") {
-    softmax->tensor_quarters = parse_number<int>("tensor_share in quarters", value);
-  } else if (name == "threshold") {
-    softmax->rescale_threshold = parse_float("rescale_threshold", value);
-  } else if (name == "offset") {
-    softmax->p_max_offset = parse_float("p_max_offset", value);
-  } else if (name == "exponent") {
-    softmax->min_exponent_log2 = parse_float("min_exponent_log2", value);
-  } else {
-    return false;
-  }
-  return true;
-}
-
-// The softmax options of a backend setting, as pantile.Options writes them: behind a semicolon a
-// unit, mode=<name>, quarters=<n>, rows, threshold=<x>, offset=<x>, exponent=<x>, lse (it must be
-// that of the fp32 weights), preferred, with commas between them. Sets `preferred` if it is there.
-inline SoftmaxOptions parse_softmax(const char* setting, bool* preferred) {
-  SoftmaxOptions softmax;
-  softmax.exact_lse = false;
-  *preferred = false;
-  const char* const start = std::strchr(setting, ';');
-  if (start == nullptr) {
-    return softmax;
-  }
-  const std::string whole = std::string(start + 1).substr(0, std::strcspn(start + 1, ":"));
-  for (std::size_t begin = 0; begin <= whole.size();) {
-    const std::size_t end = std::min(whole.find(',', begin), whole.size());
-    const std::string item = whole.substr(begin, end - begin);
-    if (!parse_softmax_item(item, &softmax)) {
-      raise_value_error("softmax is '%s'; there is no '%s' in it", whole.c_str(), item.c_str());
-    }
-    *preferred = *preferred || item == kPreferred;
-    begin = end + 1;
-  }
-  return softmax;
-}
 
 inline DType parse_dtype(const TensorView& view, bool takes_codes) {
   if (view.code == dlpack::kFloat && view.bits == 32) {
@@ -291,9 +151,16 @@ struct Request {
   bool softmax_preferred = false;  // the softmax gives way where no kernel has it
 };
 
-inline void read_backend(const char* setting, Request* request) {
-  request->options.backend = parse_backend(setting);
-  request->problem.softmax = parse_softmax(setting, &request->softmax_preferred);
+// What holds for tensors of every form.
+inline void read_options(const Call& call, Request* request) {
+  ForwardProblem& problem = request->problem;
+  request->packed = call.packed();
+  request->options.backend = call.backend;
+  request->softmax_preferred = call.softmax_preferred;
+  problem.softmax = call.softmax_options();
+  problem.float32_precision = call.float32_precision.value_or(Float32Precision::highest);
+  problem.window_left = call.window_left;
+  problem.window_right = call.window_right;
 }
 
 inline void read_dense(Request* request) {
@@ -312,7 +179,7 @@ inline void read_dense(Request* request) {
   problem.total_k = problem.batch * problem.seqlen_k;
 }
 
-inline void read_packed(const Settings& settings, Request* request) {
+inline void read_packed(const Call& call, Request* request) {
   const TensorView &q = request->q, &k = request->k, &v = request->v;
   require_rank(q, 3, "[total_q, heads_q, head_dim]");
   require_rank(k, 3, "[total_k, heads_k, head_dim]");
@@ -321,8 +188,8 @@ inline void read_packed(const Settings& settings, Request* request) {
   std::int64_t bounds_q = 0;
   std::int64_t bounds_k = 0;
   ForwardTensors& tensors = request->tensors;
-  tensors.cu_seqlens_q = read_lengths(settings.cu_seqlens_q, "cu_seqlens_q", q, &bounds_q);
-  tensors.cu_seqlens_k = read_lengths(settings.cu_seqlens_k, "cu_seqlens_k", q, &bounds_k);
+  tensors.cu_seqlens_q = read_lengths(call.cu_seqlens_q, "cu_seqlens_q", q, &bounds_q);
+  tensors.cu_seqlens_k = read_lengths(call.cu_seqlens_k, "cu_seqlens_k", q, &bounds_k);
   if (bounds_q < 1) {
     raise_value_error("cu_seqlens_q is empty; it must hold batch + 1 entries");
   }
@@ -333,8 +200,8 @@ inline void read_packed(const Settings& settings, Request* request) {
   ForwardProblem& problem = request->problem;
   problem.packed_q = problem.packed_k = true;
   problem.batch = bounds_q - 1;
-  problem.seqlen_q = settings.max_seqlen_q;
-  problem.seqlen_k = settings.max_seqlen_k;
+  problem.seqlen_q = call.max_seqlen_q;
+  problem.seqlen_k = call.max_seqlen_k;
   problem.total_q = q.shape[0];
   problem.total_k = k.shape[0];
 }
@@ -349,20 +216,33 @@ inline const std::int32_t* read_used(nb::handle object, const char* name, const 
   return lengths;
 }
 
-inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Settings& settings) {
+inline void read_used_lengths(const Call& call, Request* request) {
+  ForwardProblem& problem = request->problem;
+  problem.has_seqused_q = !call.seqused_q.is_none();
+  problem.has_seqused_k = !call.seqused_k.is_none();
+  if (problem.has_seqused_q) {
+    request->tensors.seqused_q = read_used(call.seqused_q, "seqused_q", *request);
+  }
+  if (problem.has_seqused_k) {
+    request->tensors.seqused_k = read_used(call.seqused_k, "seqused_k", *request);
+  }
+}
+
+// `takes_codes`: whether q, k and v may be float8_e4m3fn.
+inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Call& call,
+                            bool takes_codes = false) {
   Request request;
   request.q = read_tensor(q, "q");
   request.k = read_tensor(k, "k");
   request.v = read_tensor(v, "v");
   ForwardProblem& problem = request.problem;
-  problem.dtype = parse_dtype(request.q, settings.takes_codes);
+  problem.dtype = parse_dtype(request.q, takes_codes);
   require_like(request.k, request.q);
   require_like(request.v, request.q);
   request.device = parse_device(request.q);
-  read_backend(settings.backend, &request);
-  request.packed = !settings.cu_seqlens_q.is_none();
+  read_options(call, &request);
   if (request.packed) {
-    read_packed(settings, &request);
+    read_packed(call, &request);
   } else {
     read_dense(&request);
   }
@@ -373,19 +253,8 @@ inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Sett
   problem.heads_k = request.k.shape[heads];
   problem.head_dim = request.q.shape[heads + 1];
   problem.head_dim_v = request.v.shape[heads + 1];
-  if (!settings.seqused_q.is_none()) {
-    problem.has_seqused_q = true;
-    request.tensors.seqused_q = read_used(settings.seqused_q, "seqused_q", request);
-  }
-  if (!settings.seqused_k.is_none()) {
-    problem.has_seqused_k = true;
-    request.tensors.seqused_k = read_used(settings.seqused_k, "seqused_k", request);
-  }
-  problem.float32_precision = parse_float32_precision(settings.backend);
-  problem.window_left = settings.window_left;
-  problem.window_right = settings.window_right;
-  problem.scale = static_cast<float>(settings.scale.value_or(
-      1.0 / std::sqrt(static_cast<double>(std::max<std::int64_t>(problem.head_dim, 1)))));
+  read_used_lengths(call, &request);
+  problem.scale = call.scale_for(problem.head_dim);
   problem.q = layout_of(request.q);
   problem.k = layout_of(request.k);
   problem.v = layout_of(request.v);

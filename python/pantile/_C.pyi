@@ -5,12 +5,85 @@ Tensors are torch tensors or NumPy arrays. ``forward`` and ``backward`` write in
 already allocated, and answer 0 when they ran, or the bits of the inputs that must be copied first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __version__: str
 
 class UnsupportedError(NotImplementedError): ...
+
+class Call:
+    """One call of the bindings; the fields are those of pantile._schema.Call."""
+
+    _fields: tuple[str, ...]
+    def __init__(
+        self,
+        cu_seqlens_q: Any | None,
+        cu_seqlens_k: Any | None,
+        seqused_q: Any | None,
+        seqused_k: Any | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float | None,
+        window_left: int,
+        window_right: int,
+        backend: str,
+        float32_precision: str,
+        softmax: str,
+        softmax_preferred: bool,
+        softmax_mode: str,
+        tensor_share: float | None,
+        tensor_split: str,
+        rescale_threshold: float,
+        p_max_offset: float,
+        min_exponent_log2: float,
+        exact_lse: bool,
+        /,
+    ) -> None: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def _replace(self, **fields: Any) -> Call: ...
+    @property
+    def packed(self) -> bool: ...
+    @property
+    def cu_seqlens_q(self) -> Any | None: ...
+    @property
+    def cu_seqlens_k(self) -> Any | None: ...
+    @property
+    def seqused_q(self) -> Any | None: ...
+    @property
+    def seqused_k(self) -> Any | None: ...
+    @property
+    def max_seqlen_q(self) -> int: ...
+    @property
+    def max_seqlen_k(self) -> int: ...
+    @property
+    def scale(self) -> float | None: ...
+    @property
+    def window_left(self) -> int: ...
+    @property
+    def window_right(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def float32_precision(self) -> str: ...
+    @property
+    def softmax(self) -> str: ...
+    @property
+    def softmax_preferred(self) -> bool: ...
+    @property
+    def softmax_mode(self) -> str: ...
+    @property
+    def tensor_share(self) -> float | None: ...
+    @property
+    def tensor_split(self) -> str: ...
+    @property
+    def rescale_threshold(self) -> float: ...
+    @property
+    def p_max_offset(self) -> float: ...
+    @property
+    def min_exponent_log2(self) -> float: ...
+    @property
+    def exact_lse(self) -> bool: ...
 
 def forward(
     q: Any,
@@ -20,23 +93,16 @@ def forward(
     lse: Any | None,
     o_low: Any | None,
     max_logit: Any | None,
-    cu_seqlens_q: Any | None,
-    cu_seqlens_k: Any | None,
-    seqused_q: Any | None,
-    seqused_k: Any | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float | None,
-    window_left: int,
-    window_right: int,
-    backend: str,
+    call: Call,
 ) -> int:
     """Bits: copy q 1, k 2, v 4; pad head dims 128, fold scale 256. ``o``: dtype of q or float32.
 
     ``o_low``: int8, of the shape of a 16-bit ``o``, contiguous: 8 more bits of it for ``backward``.
     """
 
-def attend(q: Any, k: Any, v: Any, causal: bool, backend: str) -> Any | None: ...
+def attend(q: Any, k: Any, v: Any, call: Call) -> Any | None:
+    """The output of a plain call, or None when it is not plain (plain.h)."""
+
 def backward(
     grad_o: Any,
     grad_lse: Any | None,
@@ -49,16 +115,7 @@ def backward(
     grad_q: Any,
     grad_k: Any,
     grad_v: Any,
-    cu_seqlens_q: Any | None,
-    cu_seqlens_k: Any | None,
-    seqused_q: Any | None,
-    seqused_k: Any | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float | None,
-    window_left: int,
-    window_right: int,
-    backend: str,
+    call: Call,
     deterministic: bool,
 ) -> int:
     """Copy bits: q 1, k 2, v 4, grad_o 8, o 16, lse 32, grad_lse 64; 128, 256 as in forward.
@@ -70,21 +127,12 @@ def explain(
     q: Any,
     k: Any,
     v: Any,
-    cu_seqlens_q: Any | None,
-    cu_seqlens_k: Any | None,
-    seqused_q: Any | None,
-    seqused_k: Any | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float | None,
-    window_left: int,
-    window_right: int,
-    backend: str,
+    call: Call,
     deterministic: bool,
     max_logit: bool = False,
     output_f32: bool = False,
     o_low: bool = False,
-) -> tuple[dict, dict]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Forward and backward, in the fields of pantile.PassExplanation."""
 
 def quantize(
@@ -94,37 +142,25 @@ def quantize(
     descale_q: Any | None,
     descale_k: Any | None,
     descale_v: Any | None,
-    operands: tuple,
-    cu_seqlens_q: Any | None,
-    cu_seqlens_k: Any | None,
-    seqused_q: Any | None,
-    seqused_k: Any | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    operands: tuple[Any, ...],
+    call: Call,
     block_q: int,
     block_k: int,
     hadamard: bool,
     smooth_k: bool,
-    backend: str,
 ) -> int:
-    """Writes into the operands, in the order of pantile.Quantized. Copy bits: q 1, k 2, v 4."""
+    """Writes into the operands, in the order of pantile.Quantized. Copy bits: q 1, k 2, v 4.
+
+    Of the call only the packing and the backend.
+    """
 
 def forward_fp8(
-    operands: tuple,
+    operands: tuple[Any, ...],
     o: Any,
     lse: Any | None,
     head_dim: int,
     keys: int,
-    cu_seqlens_q: Any | None,
-    cu_seqlens_k: Any | None,
-    seqused_q: Any | None,
-    seqused_k: Any | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float | None,
-    window_left: int,
-    window_right: int,
-    backend: str,
+    call: Call,
     block_q: int,
     block_k: int,
     smooth_k: bool,
@@ -134,52 +170,34 @@ def explain_fp8(
     q: Any,
     k: Any,
     v: Any,
-    cu_seqlens_q: Any | None,
-    cu_seqlens_k: Any | None,
-    seqused_q: Any | None,
-    seqused_k: Any | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float | None,
-    window_left: int,
-    window_right: int,
-    backend: str,
+    call: Call,
     block_q: int,
     block_k: int,
     hadamard: bool,
     smooth_k: bool,
     exp: str,
-) -> tuple[dict, dict]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Quantising and the forward, in the fields of pantile.PassExplanation."""
 
-def check_sequences(
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    seqused_q: Any | None,
-    seqused_k: Any | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    total_q: int,
-    total_k: int,
-) -> None:
-    """Checks the contents of arrays in host memory."""
+def check_sequences(call: Call, total_q: int, total_k: int) -> None:
+    """Checks the contents of the call's arrays, which must be in host memory."""
 
-def kernels() -> list[dict]: ...
-def devices() -> tuple[list[dict], str]: ...
+def kernels() -> list[dict[str, Any]]: ...
+def devices() -> tuple[list[dict[str, Any]], str]: ...
 def build_info() -> str: ...
 def set_plain(
     parameter_type: type,
-    grad_enabled: Callable,
-    watchers: tuple[Callable, ...],
-    empty_like: Callable,
+    grad_enabled: Callable[..., Any],
+    watchers: tuple[Callable[..., Any], ...],
+    empty_like: Callable[..., Any],
 ) -> None: ...
 def set_torch(
     tensor_type: type,
     exchange: Any | None,
-    describe: Callable,
-    current_stream: Callable,
-    lend_workspace: Callable,
-    is_capturing: Callable,
+    describe: Callable[..., Any],
+    current_stream: Callable[..., Any],
+    lend_workspace: Callable[..., Any],
+    is_capturing: Callable[..., Any],
     thread_count: int,
 ) -> None: ...
 def set_cpu_threads(threads: int) -> None: ...

@@ -7,7 +7,11 @@ Import torch first, or call :func:`load_torch` after importing it, if the operat
 ``torch.ops.pantile`` are needed before the first call. Without torch, NumPy arrays work.
 """
 
-from pantile import _once  # noqa: F401 (first: it decides which modules the others get)
+from pantile import (
+    _once,  # noqa: F401 (first: it decides which modules the others get)
+    experimental,
+    fp8,
+)
 from pantile._attention import attention, explain, load_torch, varlen_attention
 from pantile._C import UnsupportedError, __version__
 from pantile._explain import Explanation, PassExplanation, Verdict
@@ -29,7 +33,9 @@ __all__ = [
     "build_info",
     "cuda_reason",
     "devices",
+    "experimental",
     "explain",
+    "fp8",
     "kernels",
     "load_torch",
     "merge_attention",

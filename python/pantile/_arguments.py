@@ -101,3 +101,17 @@ def real(name: str, value: object, allowed: str = "a real number") -> float:
         raise ValueError(f"{name} is {shown(value)}; it must be finite") from None
     except Exception:
         raise TypeError(f"{name} is {shown(value)}; it must be {allowed}") from None
+
+
+def check_rows(which: str, x, cu_seqlens, longest: int) -> None:
+    """That sequences of at most ``longest`` rows can fill x: total_rule of validate.cc, which
+    tensors without memory do not reach."""
+    if getattr(x, "ndim", 0) != 3 or getattr(cu_seqlens, "ndim", 0) != 1:
+        return  # refused elsewhere
+    total, batch = x.shape[0], cu_seqlens.shape[0] - 1
+    symbolic = any(is_symbolic(n) for n in (total, batch, longest))
+    if not symbolic and batch > 0 and total > batch * longest:
+        raise ValueError(
+            f"max_seqlen_{which} is {longest}; with batch {batch} and total_{which} {total} it "
+            f"must be at least {-(-total // batch)}"
+        )

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from pantile._arguments import flag, is_symbolic, length, real, shown
+from pantile import _C
+from pantile._arguments import check_rows, flag, is_symbolic, length, real, shown
 from pantile._explain import Explanation, explain_call, explain_fp8_call
+from pantile._foreign import refuse
 from pantile._masks import window_bounds
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
 from pantile._quantized import Quantized
+from pantile._schema import LENGTHS, PACKING, Call
+
+if TYPE_CHECKING:
+    from pantile._types import Array, Lengths, Tensor, Window
 
 # What Options(fp8=True) makes of its inputs: rows to a scale in Q, keys to a scale, Hadamard
 # rotation, K smoothing.
@@ -20,13 +26,17 @@ _torch_ops = None
 _tensor_type = None  # torch.Tensor then
 
 
+def _is_compiling() -> bool:  # torch's function of that name, then
+    return False
+
+
 def load_torch() -> None:
     """Registers the torch operators, if the program has imported torch."""
-    global _torch_ops, _tensor_type
+    global _torch_ops, _tensor_type, _is_compiling
     if _torch_ops is None and sys.modules.get("torch") is not None:  # None: its import is barred
         from pantile import _fp8_ops, _kept, _ops  # noqa: F401 (they register operators)
 
-        _torch_ops, _tensor_type = _ops, _ops.Tensor
+        _torch_ops, _tensor_type, _is_compiling = _ops, _ops.Tensor, _ops.is_compiling
 
 
 def _engine(q: object) -> Any:
@@ -66,22 +76,7 @@ def _longest(name: str, value: object) -> int:
     """max_seqlen_q or max_seqlen_k of packed tensors: it cannot be left out."""
     if value is None:
         raise TypeError(f"{name} is missing; it must be the length of the longest sequence")
-    tracing = _torch_ops is not None and _torch_ops._is_compiling()
-    return length(name, value, in_range=not tracing)  # a graph is checked when it runs
-
-
-def _check_rows(which: str, x: Any, cu_seqlens: Any, longest: int) -> None:
-    """That sequences of at most ``longest`` rows can fill x: total_rule of validate.cc, which
-    tensors without memory do not reach."""
-    if getattr(x, "ndim", 0) != 3 or getattr(cu_seqlens, "ndim", 0) != 1:
-        return  # refused elsewhere
-    total, batch = x.shape[0], cu_seqlens.shape[0] - 1
-    symbolic = any(is_symbolic(n) for n in (total, batch, longest))
-    if not symbolic and batch > 0 and total > batch * longest:
-        raise ValueError(
-            f"max_seqlen_{which} is {longest}; with batch {batch} and total_{which} {total} it "
-            f"must be at least {-(-total // batch)}"
-        )
+    return length(name, value, in_range=not _is_compiling())  # a graph is checked when it runs
 
 
 def _refuse_extras(return_max_logit: bool, options: Options) -> None:
@@ -91,20 +86,20 @@ def _refuse_extras(return_max_logit: bool, options: Options) -> None:
         raise ValueError("output_dtype is float32; FP8 attention gives o in 16 bits only")
 
 
-def _call(q, k, v, settings, options: Options, deterministic, return_lse, return_max_logit):
-    """To the operator that serves the call."""
+def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit):
+    """By the operator that serves the call."""
     flags = deterministic, options.checked, return_lse
     if type(q) is Quantized:
         if k is not None or v is not None:
             raise TypeError("k and v are set; they must be left out when q is pantile.Quantized")
         _refuse_extras(return_max_logit, options)
-        return _fp8_ops().attention(q, settings, options.fp8_exp, *flags)
+        return _fp8_ops().attention(q, call, options.fp8_exp, *flags)
     engine = _engine(q)
     if not options.fp8:
-        return engine.attention(q, k, v, settings, *flags, _extras(return_max_logit, options))
+        return engine.attention(q, k, v, call, *flags, _extras(return_max_logit, options))
     _refuse_extras(return_max_logit, options)
     _require_torch(engine)
-    return _fp8_ops().quantized_attention(q, k, v, settings, FP8_FORMAT, options.fp8_exp, *flags)
+    return _fp8_ops().quantized_attention(q, k, v, call, FP8_FORMAT, options.fp8_exp, *flags)
 
 
 def _fp8_ops() -> Any:
@@ -118,31 +113,158 @@ def _require_torch(engine: Any) -> None:
         raise TypeError("q is a numpy.ndarray; FP8 needs a torch.Tensor")
 
 
-def _dense_settings(causal, window, scale, backend: str) -> tuple:
+_DENSE = (None, None, None, None, 0, 0)  # the packing of a call without one
+
+
+def _make_call(packing: tuple, causal, window, scale, options: Options, return_lse: bool):
+    """The call of the bindings. Of a program that is being traced, or whose numbers are symbols:
+    one in Python, which the operators take."""
+    if _torch_ops is None:
+        load_torch()  # for _is_compiling
     left, right = window_bounds(causal, window)
-    return (None, None, None, None, 0, 0, _scale(scale), left, right, backend)
+    scale = None if scale is None else _scale(scale)
+    options = options.call_fields[return_lse]
+    if _is_compiling() or not (
+        type(left) is type(right) is int
+        and (scale is None or type(scale) is float)
+        and (packing is _DENSE or type(packing[4]) is type(packing[5]) is int)
+    ):
+        return Call(*packing, scale, left, right, *options)
+    return _C.Call(*packing, scale, left, right, *options)
 
 
 # Of calls that say no more than `causal`, which go a shorter way.
-_PLAIN_SETTINGS = {
-    causal: _dense_settings(causal, None, None, DEFAULT_OPTIONS.backend_setting(False))
+_PLAIN_CALLS = {
+    causal: _C.Call(
+        *_DENSE, None, *window_bounds(causal, None), *DEFAULT_OPTIONS.call_fields[False]
+    )
     for causal in (False, True)
 }
 
 
+_BY_NAME = (
+    *("causal", "window", "scale", "return_lse", "return_max_logit", "deterministic", "options"),
+)
+_PACKED_BY_NAME = ("seqused_q", "seqused_k", *_BY_NAME)
+
+
+@overload
 def attention(
-    q,
-    k=None,
-    v=None,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Array: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: bool = ...,
+    return_max_logit: bool = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Array | tuple[Array, ...]: ...
+@overload
+def attention(
+    q: Quantized,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Quantized,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Quantized,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    *extra: Any,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
-):
+    **foreign: Any,
+) -> Any:
     """Exact attention, ``softmax(Q K^T * scale + mask) V``, without storing the score matrix.
 
     Algorithm: FlashAttention-2 (Dao 2023, sections 3.1 and 3.2), with the online softmax of
@@ -150,8 +272,8 @@ def attention(
 
     Args:
         q: ``[batch, seqlen_q, heads_q, head_dim]``; float32, float16 or bfloat16; a torch tensor
-            on the CPU or a CUDA device, or a NumPy array (CPU, forward only). Or FP8 operands
-            of :func:`quantize`, alone: dense or packed, o in bfloat16 or float16.
+            on the CPU or a CUDA device, or a NumPy array (CPU, forward only). Or FP8 operands,
+            alone, as :func:`pantile.fp8.attention` takes them.
         k: ``[batch, seqlen_k, heads_k, head_dim]``, dtype and device of q. ``heads_q`` must be a
             multiple of ``heads_k``: query head h attends with key head ``h // (heads_q //
             heads_k)`` (grouped-query attention).
@@ -180,41 +302,38 @@ def attention(
         pantile.UnsupportedError: valid, but no compiled kernel serves it; says why each refused.
         RuntimeError: the device or the build lacks what is needed, or CUDA failed.
     """
+    if extra or foreign:
+        refuse("attention", extra, foreign, _BY_NAME)
     if (
         options is window is scale is None
         and return_lse is return_max_logit is deterministic is False
         and type(q) is _tensor_type
         and type(causal) is bool
+        and not _is_compiling()
     ):
-        return _torch_ops.plain_attention(q, k, v, causal, _PLAIN_SETTINGS[causal])
+        return _torch_ops.plain_attention(q, k, v, _PLAIN_CALLS[causal])
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
-    settings = _dense_settings(causal, window, scale, options.backend_setting(return_lse))
-    return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
+    call = _make_call(_DENSE, causal, window, scale, options, return_lse)
+    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit)
 
 
-def packed_lengths(q, k, lengths: tuple, longest: tuple) -> tuple:
-    """The six settings of packed tensors, from cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k and
+def packing_of(q, k, lengths: tuple, longest: tuple) -> tuple:
+    """The fields pantile._schema.PACKING, from cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k and
     the two max_seqlen."""
-    for name, value in zip(("cu_seqlens_q", "cu_seqlens_k"), lengths, strict=False):
+    for name, value in zip(LENGTHS[:2], lengths, strict=False):
         if value is None:
             raise TypeError(f"{name} is None; it must be an int32 tensor of batch + 1 offsets")
     longest = (_longest("max_seqlen_q", longest[0]), _longest("max_seqlen_k", longest[1]))
     if getattr(q, "is_meta", False):
-        _check_rows("q", q, lengths[0], longest[0])
-        _check_rows("k", k, lengths[1], longest[1])
+        check_rows("q", q, lengths[0], longest[0])
+        check_rows("k", k, lengths[1], longest[1])
     return (*lengths, *longest)
-
-
-def _packed_settings(q, k, lengths: tuple, longest: tuple, causal, window, scale, backend) -> tuple:
-    left, right = window_bounds(causal, window)
-    return (*packed_lengths(q, k, lengths, longest), _scale(scale), left, right, backend)
 
 
 def require_no_lengths(lengths: tuple, longest: tuple) -> None:
     """Of dense tensors: what belongs to packed ones must be left out."""
-    names = ("seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k")
-    for name, value in zip(names, (*lengths[2:], *longest), strict=True):
+    for name, value in zip(PACKING[2:], (*lengths[2:], *longest), strict=True):
         if value is not None:
             raise ValueError(
                 f"{name} is {shown(value)}; lengths need cu_seqlens_q and cu_seqlens_k, or must be "
@@ -222,30 +341,163 @@ def require_no_lengths(lengths: tuple, longest: tuple) -> None:
             )
 
 
+@overload
 def varlen_attention(
-    q,
-    k=None,
-    v=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_q: Lengths | None = ...,
+    seqused_k: Lengths | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Array: ...
+@overload
+def varlen_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_q: Lengths | None = ...,
+    seqused_k: Lengths | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Array, Array]: ...
+@overload
+def varlen_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_q: Lengths | None = ...,
+    seqused_k: Lengths | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Array, Array]: ...
+@overload
+def varlen_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_q: Lengths | None = ...,
+    seqused_k: Lengths | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def varlen_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_q: Lengths | None = ...,
+    seqused_k: Lengths | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: bool = ...,
+    return_max_logit: bool = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Array | tuple[Array, ...]: ...
+@overload
+def varlen_attention(
+    q: Quantized,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    q: Quantized,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    q: Quantized,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+    deterministic: bool = ...,
+    options: Options | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def varlen_attention(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    *,
-    seqused_q=None,
-    seqused_k=None,
+    *extra: Any,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
-):
+    **foreign: Any,
+) -> Any:
     """:func:`attention` over sequences of different lengths, packed one after the other.
 
     Args:
-        q: ``[total_q, heads_q, head_dim]``; or FP8 operands of :func:`quantize`, alone, which know
-            their sequences.
+        q: ``[total_q, heads_q, head_dim]``; or FP8 operands, alone, which know their sequences.
         k, v: ``[total_k, heads_k, head_dim]`` and ``[total_k, heads_k, head_dim_v]``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]`` on the device of q: sequence b holds rows
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. They start at 0, never decrease and end at
@@ -265,39 +517,42 @@ def varlen_attention(
     Raises:
         As :func:`attention`.
     """
+    if extra or foreign:
+        refuse("varlen_attention", extra, foreign, _PACKED_BY_NAME)
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
-    backend = options.backend_setting(return_lse)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     longest = (max_seqlen_q, max_seqlen_k)
-    if type(q) is Quantized:
-        if any(x is not None for x in (*lengths, *longest)):
-            raise TypeError("q is pantile.Quantized, which knows its sequences; leave theirs out")
-        settings = _dense_settings(causal, window, scale, backend)
-        return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
-    settings = _packed_settings(q, k, lengths, longest, causal, window, scale, backend)
-    return _call(q, k, v, settings, options, deterministic, return_lse, return_max_logit)
+    if type(q) is not Quantized:
+        packing = packing_of(q, k, lengths, longest)
+    elif any(x is not None for x in (*lengths, *longest)):
+        raise TypeError("q is pantile.Quantized, which knows its sequences; leave theirs out")
+    else:
+        packing = _DENSE  # not read
+    call = _make_call(packing, causal, window, scale, options, return_lse)
+    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit)
 
 
 def explain(
-    q,
-    k,
-    v,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths | None = None,
+    cu_seqlens_k: Lengths | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    *,
-    seqused_q=None,
-    seqused_k=None,
+    *extra: Any,
+    seqused_q: Lengths | None = None,
+    seqused_k: Lengths | None = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
     verbose: bool = False,
+    **foreign: Any,
 ) -> Explanation:
     """What :func:`attention` (or, with ``cu_seqlens``, :func:`varlen_attention`) would do.
 
@@ -305,26 +560,32 @@ def explain(
     kernel of each pass, its tiles and workspace, the copies made first, and a line for each
     backend that says why it does not serve. With ``verbose`` it prints one for each row of the
     kernel table; ``rows`` of each pass holds them in any case.
+
+    Raises:
+        TypeError, ValueError: as the call itself would. What no kernel serves raises nothing here:
+        the answer says why.
     """
+    if extra or foreign:
+        refuse("explain", extra, foreign, (*_PACKED_BY_NAME, "verbose"))
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     _check_flags(return_lse, return_max_logit, deterministic)
     flag("verbose", verbose)
-    backend = options.backend_setting(return_lse)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     longest = (max_seqlen_q, max_seqlen_k)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         require_no_lengths(lengths, longest)
-        settings = _dense_settings(causal, window, scale, backend)
+        packing = _DENSE
     else:
-        settings = _packed_settings(q, k, lengths, longest, causal, window, scale, backend)
+        packing = packing_of(q, k, lengths, longest)
+    call = _make_call(packing, causal, window, scale, options, return_lse)
     engine = _engine(q)
     operands = engine.prepare(q, k, v, lengths)
-    settings = engine.final_settings(q, settings)
+    call = engine.final_call(q, call)
     if not options.fp8:
         extras = _extras(return_max_logit, options)
-        return explain_call(operands, settings, deterministic, extras, verbose)
+        return explain_call(operands, call, deterministic, extras, verbose)
     _refuse_extras(return_max_logit, options)
     _require_torch(engine)
     rounded = _fp8_ops().like_backward(operands)
     fp8 = (*FP8_FORMAT, options.fp8_exp)
-    return explain_fp8_call(operands, rounded, settings, fp8, deterministic, verbose)
+    return explain_fp8_call(operands, rounded, call, fp8, deterministic, verbose)

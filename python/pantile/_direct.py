@@ -7,6 +7,7 @@ import torch
 from pantile import _C, _runtime
 from pantile._explain import FOLD_SCALE, PAD_HEAD_DIMS
 from pantile._options import log
+from pantile._schema import LENGTHS, lengths_of
 
 Tensor = torch.Tensor
 
@@ -14,11 +15,6 @@ Tensor = torch.Tensor
 # of two, and the alignment that the bindings ask for, in bytes.
 _LOW_SHIFT = {torch.bfloat16: 8, torch.float16: 5}
 _LOW_ALIGN = 16
-
-# Of the settings that the operators take (_ops._SETTINGS). The first ones are tensors; the backend
-# is "name" or "name:..." (Options.backend_settings).
-LENGTHS_COUNT = 4
-SCALE_SETTING, BACKEND_SETTING = 6, 9
 
 THREADS_FOLLOW = _runtime.install()
 
@@ -32,9 +28,9 @@ def copy_operands(answer: int, operands: list[Tensor | None], names: tuple[str, 
             operands[bit] = tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _reject(q, k, v, settings) -> None:
+def _reject(q, k, v, call: _C.Call) -> None:
     """Raises what is wrong with operands from which no output shape can be made."""
-    _C.explain(q, k, v, *settings, False)
+    _C.explain(q, k, v, call, False)
     raise AssertionError("unreachable: the bindings accepted operands of a wrong rank")
 
 
@@ -47,8 +43,9 @@ def o_shape(q: Tensor, v: Tensor) -> tuple:
     return (*q.shape[:-1], v.shape[-1])
 
 
-def batch_of(q: Tensor, settings) -> int:
-    return q.shape[0] if settings[0] is None else max(settings[0].shape[0] - 1, 0)
+def batch_of(q: Tensor, call) -> int:
+    bounds = call.cu_seqlens_q
+    return q.shape[0] if bounds is None else max(bounds.shape[0] - 1, 0)
 
 
 def _new_outputs(q: Tensor, v: Tensor, wants_lse: bool, output_f32: bool):
@@ -65,19 +62,18 @@ def _new_outputs(q: Tensor, v: Tensor, wants_lse: bool, output_f32: bool):
     return o, lse
 
 
-def _check_lengths(q, k, settings) -> None:
-    """The contents of cu_seqlens and seqused; waits for the GPU if they are there."""
-    lengths = [None if x is None else x.cpu() for x in settings[:LENGTHS_COUNT]]
-    _C.check_sequences(*lengths, settings[4], settings[5], q.shape[0], k.shape[0])
+def check_contents(call: _C.Call, total_q: int, total_k: int) -> None:
+    """Of cu_seqlens and seqused; waits for the GPU if they are there."""
+    host = [None if x is None else x.cpu() for x in lengths_of(call)]
+    _C.check_sequences(call._replace(**dict(zip(LENGTHS, host, strict=True))), total_q, total_k)
 
 
-def final_settings(q: Tensor, settings: tuple) -> tuple:
-    """With torch's float32 precision behind the backend, if it matters and none is asked for."""
-    if q.dtype is torch.float32 and q.is_cuda and ":" not in settings[BACKEND_SETTING]:
+def final_call(q: Tensor, call):
+    """With torch's float32 precision, if it matters and none is asked for."""
+    if q.dtype is torch.float32 and q.is_cuda and call.float32_precision == "auto":
         highest = torch.get_float32_matmul_precision() == "highest"
-        backend = f"{settings[BACKEND_SETTING]}:{'highest' if highest else 'tf32'}"
-        return (*settings[:BACKEND_SETTING], backend, *settings[BACKEND_SETTING + 1 :])
-    return settings
+        return call._replace(float32_precision="highest" if highest else "tf32")
+    return call
 
 
 def split_output(o: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -111,21 +107,23 @@ def _readable_low(o_low: Tensor | None) -> Tensor | None:
     return o_low.clone(memory_format=torch.contiguous_format)
 
 
-def run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None, keep_low=False):
+def run_forward(
+    q, k, v, call: _C.Call, checked: bool, wants_lse: bool, extras=None, keep_low=False
+):
     """(o, lse, o_low, max_logit), the last three None when not wanted.
 
     ``extras``: (max_logit, f32). ``keep_low``: with 8 more bits of a 16-bit o, for the backward.
     """
     if q.dtype is torch.float32:
-        settings = final_settings(q, settings)
+        call = final_call(q, call)
     if not THREADS_FOLLOW:
         _C.set_cpu_threads(torch.get_num_threads())
-    packed = settings[0] is not None
+    packed = call.packed
     rank = 3 if packed else 4
     if q.ndim != rank or v.ndim != rank:
-        _reject(q, k, v, settings)
+        _reject(q, k, v, call)
     if checked and packed:
-        _check_lengths(q, k, settings)
+        check_contents(call, q.shape[0], k.shape[0])
     max_logit = o_low = None
     keep_low = keeps_low(q, keep_low)
     if extras is None:
@@ -133,19 +131,19 @@ def run_forward(q, k, v, settings, checked: bool, wants_lse: bool, extras=None, 
     else:
         o, lse = _new_outputs(q, v, wants_lse, extras[1])
         if extras[0]:  # kernels raise it
-            shape = (batch_of(q, settings), q.shape[-2])
+            shape = (batch_of(q, call), q.shape[-2])
             max_logit = q.new_full(shape, -torch.inf, dtype=torch.float32)
     split_low = keep_low and o.dtype is torch.float32
     if keep_low and not split_low:
         o_low = torch.empty_like(o, dtype=torch.int8)
-    copies = _C.forward(q, k, v, o, lse, o_low, max_logit, *settings)
+    copies = _C.forward(q, k, v, o, lse, o_low, max_logit, call)
     if copies:
         operands = [q, k, v]
         while copies:
             if copies >= PAD_HEAD_DIMS:
-                return _run_changed_forward(copies, operands, settings, wants_lse, extras, keep_low)
+                return _run_changed_forward(copies, operands, call, wants_lse, extras, keep_low)
             copy_operands(copies, operands, ("q", "k", "v"))
-            copies = _C.forward(*operands, o, lse, o_low, max_logit, *settings)
+            copies = _C.forward(*operands, o, lse, o_low, max_logit, call)
     if split_low:
         o_low = split_output(o, q.dtype)[1]
     return o, lse, o_low, max_logit
@@ -163,35 +161,35 @@ def _unpadded(x: Tensor, head_dim: int) -> Tensor:
     return x if x.shape[-1] == head_dim else x[..., :head_dim].contiguous()
 
 
-def _changed_scale(changes: int, q: Tensor, settings) -> tuple[float | None, tuple]:
-    """What q is to be multiplied with, or None, and the settings that go with it."""
-    scale = q.shape[-1] ** -0.5 if settings[SCALE_SETTING] is None else settings[SCALE_SETTING]
+def _changed_scale(changes: int, q: Tensor, call: _C.Call) -> tuple[float | None, _C.Call]:
+    """What q is to be multiplied with, or None, and the call that goes with it."""
+    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     factor = None
     if changes & FOLD_SCALE:
         factor, scale = (-1.0, -scale) if scale < 0 else (0.0, 1.0)
     log.debug("pads head dims: %s, folds scale: %s", bool(changes & PAD_HEAD_DIMS), factor)
-    return factor, (*settings[:SCALE_SETTING], scale, *settings[SCALE_SETTING + 1 :])
+    return factor, call._replace(scale=scale)
 
 
-def _run_changed_forward(changes, operands, settings, wants_lse: bool, extras, keep_low: bool):
+def _run_changed_forward(changes, operands, call, wants_lse: bool, extras, keep_low: bool):
     q, k, v = operands
-    factor, settings = _changed_scale(changes, q, settings)
+    factor, call = _changed_scale(changes, q, call)
     if factor is not None:
         q = q * factor
     padded = (_padded(q), _padded(k), _padded(v))
-    o, lse, o_low, max_logit = run_forward(*padded, settings, False, wants_lse, extras, keep_low)
+    o, lse, o_low, max_logit = run_forward(*padded, call, False, wants_lse, extras, keep_low)
     if o_low is not None:
         o_low = _unpadded(o_low, v.shape[-1])
     return _unpadded(o, v.shape[-1]), lse, o_low, max_logit
 
 
-def _run_changed_backward(changes, operands, o_low, settings, deterministic: bool):
+def _run_changed_backward(changes, operands, o_low, call, deterministic: bool):
     q, k, v, grad_o, o, lse, grad_lse = operands
-    factor, settings = _changed_scale(changes, q, settings)
+    factor, call = _changed_scale(changes, q, call)
     changed_q = q if factor is None else q * factor
     padded = (_padded(changed_q), _padded(k), _padded(v), _padded(o))
     low = None if o_low is None else _padded(o_low)
-    grads = run_backward(_padded(grad_o), grad_lse, *padded, low, lse, settings, deterministic)
+    grads = run_backward(_padded(grad_o), grad_lse, *padded, low, lse, call, deterministic)
     grad_q, grad_k, grad_v = (
         _unpadded(x, like.shape[-1]) for x, like in zip(grads, (q, k, v), strict=True)
     )
@@ -204,23 +202,23 @@ def _new_gradient(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, settings, deterministic: bool):
+def run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, call: _C.Call, deterministic: bool):
     o_low = _readable_low(o_low)
-    settings = final_settings(q, settings)
+    call = final_call(q, call)
     if not THREADS_FOLLOW:
         _C.set_cpu_threads(torch.get_num_threads())
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     grads = (_new_gradient(q), _new_gradient(k), _new_gradient(v))
-    copies = _C.backward(grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, *settings, deterministic)
+    copies = _C.backward(grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic)
     if copies:
         names = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
         operands = [q, k, v, grad_o, o, lse, grad_lse]
         while copies:
             if copies >= PAD_HEAD_DIMS:
-                return _run_changed_backward(copies, operands, o_low, settings, deterministic)
+                return _run_changed_backward(copies, operands, o_low, call, deterministic)
             copy_operands(copies, operands, names)
             q, k, v, grad_o, o, lse, grad_lse = operands
             copies = _C.backward(
-                grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, *settings, deterministic
+                grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic
             )
     return grads

@@ -112,17 +112,17 @@ def _pass(answer: dict) -> PassExplanation:
 
 
 def explain_call(
-    operands, settings: tuple, deterministic: bool, extras, verbose: bool
+    operands, call: _C.Call, deterministic: bool, extras, verbose: bool
 ) -> Explanation:
     """``extras``: (max_logit, output_f32), or None when neither is wanted."""
-    answers = _C.explain(*operands, *settings, deterministic, *(extras or (False, False)))
+    answers = _C.explain(*operands, call, deterministic, *(extras or (False, False)))
     return Explanation(*map(_pass, answers), verbose=verbose)
 
 
 def explain_fp8_call(
-    operands, rounded, settings, fp8: tuple, deterministic: bool, verbose: bool
+    operands, rounded, call: _C.Call, fp8: tuple, deterministic: bool, verbose: bool
 ) -> Explanation:
     """``rounded``: the operands as the backward takes them; ``fp8``: the format and fp8_exp."""
-    quantize, forward = map(_pass, _C.explain_fp8(*operands, *settings, *fp8))
-    backward = _pass(_C.explain(*rounded, *settings, deterministic)[1])
+    quantize, forward = map(_pass, _C.explain_fp8(*operands, call, *fp8))
+    backward = _pass(_C.explain(*rounded, call, deterministic)[1])
     return Explanation(forward, backward, quantize, verbose)

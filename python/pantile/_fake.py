@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
-from pantile import _C
-from pantile._direct import LENGTHS_COUNT, SCALE_SETTING, keeps_low
+from pantile import _C, _torch_private
+from pantile._direct import keeps_low
+from pantile._schema import LENGTHS, Call, bind, lengths_of
 
 Tensor = torch.Tensor
 
-_TENSOR_NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+_TENSOR_NAMES = ("q", "k", "v", *LENGTHS)
 _ANY_SIZE = 1  # stands for sizes without a value: of every axis of that name
 
 _ROWS = {  # of tensors by name; dense ones have a batch axis before these
@@ -116,6 +116,12 @@ class _Sizes:
 
 
 @functools.cache
+def _no_dispatch():
+    """torch's context in which a tensor mode sees nothing; only traced calls need it."""
+    return _torch_private.require("torch.utils._mode_utils.no_dispatch")
+
+
+@functools.cache
 def _one(dtype: torch.dtype) -> Tensor:
     return torch.empty((), dtype=dtype, device="cpu")
 
@@ -130,49 +136,45 @@ def _length_stand_in(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=x.dtype, device="cpu")
 
 
-def known_settings(settings: tuple) -> tuple:
-    """The settings behind the lengths, as numbers."""
-    longest, scale, window, backend = (
-        settings[LENGTHS_COUNT:SCALE_SETTING],
-        settings[SCALE_SETTING],
-        settings[SCALE_SETTING + 1 : -1],
-        settings[-1],
-    )
-    return (
-        *(_known_or(x, _ANY_SIZE) for x in longest),
-        _known_or(scale, 1.0),
-        *(_known_or(x, -1) for x in window),
-        backend,
-    )
+_UNKNOWN = {  # what stands for a number of the call that has no value
+    "max_seqlen_q": _ANY_SIZE,
+    "max_seqlen_k": _ANY_SIZE,
+    "scale": 1.0,
+    "window_left": -1,
+    "window_right": -1,
+}
 
 
-def checked_call(check, q: Tensor, k: Tensor, v: Tensor, settings: tuple, others=None) -> _Sizes:
-    """Calls ``check(q, k, v, *settings)`` with stand-ins; ``others`` share names of axes.
+def _known_call(call, sizes: _Sizes) -> _C.Call:
+    """The call in numbers, with stand-ins for its tensors."""
+    known = {name: _known_or(getattr(call, name), other) for name, other in _UNKNOWN.items()}
+    tensors = {
+        name: None if x is None else _length_stand_in(x, sizes.of(name, x.shape))
+        for name, x in zip(LENGTHS, lengths_of(call), strict=True)
+    }
+    return bind(call._replace(**known, **tensors))
 
-    ``settings`` are those of the operators (_ops._SETTINGS).
-    """
-    lengths = dict(zip(_TENSOR_NAMES[3:], settings[:LENGTHS_COUNT], strict=True))
+
+def checked_call(check, q: Tensor, k: Tensor, v: Tensor, call: Call, others=None) -> _Sizes:
+    """Calls ``check(q, k, v, call)`` with stand-ins; ``others`` share names of axes."""
+    lengths = dict(zip(LENGTHS, lengths_of(call), strict=True))
     prepare(q, k, v, tuple(lengths.values()))
     operands = {"q": q, "k": k, "v": v}
-    sizes = _Sizes({**operands, **lengths, **(others or {})}, settings[0] is not None)
-    with no_dispatch():
-        arguments = [_stand_in(x, sizes.of(name, x.shape)) for name, x in operands.items()]
-        arguments += [
-            None if x is None else _length_stand_in(x, sizes.of(name, x.shape))
-            for name, x in lengths.items()
-        ]
-        check(*arguments, *known_settings(settings))
+    sizes = _Sizes({**operands, **lengths, **(others or {})}, call.cu_seqlens_q is not None)
+    with _no_dispatch()():
+        stand_ins = [_stand_in(x, sizes.of(name, x.shape)) for name, x in operands.items()]
+        check(*stand_ins, _known_call(call, sizes))
     return sizes
 
 
 # ---- the operators
 
 
-def check_forward(q, k, v, settings, wants_max_logit=False, output_f32=False) -> None:
+def check_forward(q, k, v, call: Call, wants_max_logit=False, output_f32=False) -> None:
     def check(*arguments):
         _C.explain(*arguments, False, wants_max_logit, output_f32)
 
-    checked_call(check, q, k, v, settings)
+    checked_call(check, q, k, v, call)
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -199,13 +201,13 @@ def require_shape(name: str, found: tuple, shape: tuple) -> None:
         raise ValueError(f"{name} has shape {list(found)}; it must be {list(shape)}")
 
 
-def check_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, settings) -> None:
+def check_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, call: Call) -> None:
     outputs = {"o": o, "grad_o": grad_o, "lse": lse, "o_low": o_low, "grad_lse": grad_lse}
 
     def check(*arguments):
         _C.explain(*arguments, False, False, False)
 
-    sizes = checked_call(check, q, k, v, settings, outputs)
+    sizes = checked_call(check, q, k, v, call, outputs)
     *leading, rows, heads, _ = sizes.of("q", q.shape)
     like_o = (*leading, rows, heads, sizes.of("v", v.shape)[-1])
     like_lse = (*leading, heads, rows)

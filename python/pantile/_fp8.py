@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pantile._arguments import flag, integer, real, shown
 from pantile._attention import (
     _engine,
     _fp8_ops,
     _require_torch,
-    packed_lengths,
+    packing_of,
     require_no_lengths,
 )
+from pantile._foreign import refuse
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
 from pantile._quantized import Quantized
+
+if TYPE_CHECKING:
+    from pantile._types import Tensor
 
 _BLOCKS = (64, 128)
 _BLOCKS_Q = (1, 64, 128)
@@ -57,27 +61,34 @@ def _check_bounds(name: str, cu_seqlens: Any) -> None:
         raise ValueError(f"{name} is empty; it must hold batch + 1 entries")
 
 
+_BY_NAME = (
+    *("seqused_q", "seqused_k", "block", "block_q", "hadamard", "smooth_k"),
+    *("descale_q", "descale_k", "descale_v", "options"),
+)
+
+
 def quantize(
-    q,
-    k,
-    v,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    *,
-    seqused_q=None,
-    seqused_k=None,
+    *extra: Any,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     block: int = 128,
     block_q: int | None = None,
     hadamard: bool | None = None,
     smooth_k: bool | None = None,
-    descale_q=None,
-    descale_k=None,
-    descale_v=None,
+    descale_q: float | Tensor | None = None,
+    descale_k: float | Tensor | None = None,
+    descale_v: float | Tensor | None = None,
     options: Options | None = None,
+    **foreign: Any,
 ) -> Quantized:
-    """Q, K and V as FP8 (e4m3) operands with block scales, for :func:`attention`.
+    """Q, K and V as FP8 (e4m3) operands with block scales, for :func:`pantile.fp8.attention`.
 
     Algorithm: FlashAttention-3 (Shah et al. 2024, section 3.3: block quantisation and incoherent
     processing); K smoothing of SageAttention (Zhang et al. 2024).
@@ -86,11 +97,11 @@ def quantize(
     that of the unquantised attention.
 
     Args:
-        q, k, v: torch tensors as :func:`attention` takes them, float32, float16 or bfloat16; with
-            ``cu_seqlens`` packed, as :func:`varlen_attention` takes them. Or all three
-            float8_e4m3fn, with descales. Head dims up to 256.
+        q, k, v: torch tensors as :func:`pantile.attention` takes them, float32, float16 or
+            bfloat16; with ``cu_seqlens`` packed, as :func:`pantile.varlen_attention` takes them. Or
+            all three float8_e4m3fn, with descales. Head dims up to 256.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: as in
-            :func:`varlen_attention`.
+            :func:`pantile.varlen_attention`.
         block: keys that share a scale in K and in V, 64 or 128.
         block_q: query rows that share a scale: 1 (a scale for each token), 64 or 128; default
             ``block``.
@@ -106,8 +117,10 @@ def quantize(
         :class:`Quantized`, in blocks that belong to one sequence each.
 
     Raises:
-        As :func:`attention`.
+        As :func:`pantile.attention`.
     """
+    if extra or foreign:
+        refuse("quantize", extra, foreign, _BY_NAME)
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     block = _rows("block", block, _BLOCKS)
     block_q = block if block_q is None else _rows("block_q", block_q, _BLOCKS_Q)
@@ -120,7 +133,7 @@ def quantize(
         require_no_lengths(lengths, longest)
         packing = (*lengths, 0, 0)
     else:
-        packing = packed_lengths(q, k, lengths, longest)
+        packing = packing_of(q, k, lengths, longest)
     engine = _engine(q)
     _require_torch(engine)
     engine.prepare(q, k, v, lengths)
@@ -132,10 +145,8 @@ def quantize(
         q,
         k,
         v,
-        (*packing, options.backend),
+        packing,
+        options.backend,
         tuple(_descale(name, value, q, engine) for name, value in descales.items()),
-        block_q,
-        block,
-        _flag("hadamard", hadamard),
-        _flag("smooth_k", smooth_k),
+        (block_q, block, _flag("hadamard", hadamard), _flag("smooth_k", smooth_k)),
     )

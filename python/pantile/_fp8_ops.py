@@ -11,37 +11,30 @@ import torch
 from torch.utils import flop_counter
 
 from pantile import _C, _direct, _fake, _ops
+from pantile._fast_path import present, takes_short_cut
 from pantile._quantized import Quantized
+from pantile._schema import (
+    FP8_FORWARD,
+    FP8_OPERAND_NAMES,
+    LENGTHS,
+    NO_LENGTHS,
+    PACKING,
+    QUANTIZE,
+    Call,
+    bind,
+    lengths_of,
+)
+from pantile._torch_private import below_autograd, in_transform
 
 Tensor = torch.Tensor
 
 _ROWS = 128  # rows of a block
 _CODES = torch.float8_e4m3fn
-_LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"
-_LONGEST = "SymInt max_seqlen_q, SymInt max_seqlen_k"
-_OPERANDS = (
-    "Tensor codes_q, Tensor codes_k, Tensor codes_v, Tensor scale_q, Tensor scale_kv, "
-    "Tensor nonfinite_v, Tensor q_dot_mean, Tensor mean_k"
-)
-_OPERAND_COUNT = 8
-_SOURCE_COUNT = 3
-# Of fp8_forward behind the operands: the settings of pantile::forward, then what is FP8's own.
-_SETTINGS_END = _ops._SETTINGS_COUNT
+_SOURCE_COUNT = 3  # q, k and v come before the operands
 
 _library = torch.library.Library("pantile", "FRAGMENT")
-_library.define(
-    "quantize(Tensor q, Tensor k, Tensor v, Tensor? descale_q, Tensor? descale_k, "
-    f"Tensor? descale_v, {_LENGTHS}, {_LONGEST}, int block_q, int block_k, bool hadamard, "
-    f"bool smooth_k, str backend) -> ({_OPERANDS})",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    f"fp8_forward(Tensor? q, Tensor? k, Tensor? v, {_OPERANDS}, {_ops._SETTINGS}, "
-    "SymInt batch, SymInt rows, SymInt keys, SymInt head_dim, ScalarType dtype, int block_q, "
-    "int block_k, bool smooth_k, str fp8_exp, bool deterministic, bool checked)"
-    " -> (Tensor o, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _signature in (QUANTIZE, FP8_FORWARD):
+    _library.define(_signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
 quantize_op = torch.ops.pantile.quantize.default
 fp8_forward_op = torch.ops.pantile.fp8_forward.default
 
@@ -54,12 +47,6 @@ def _blocks(cu_seqlens: Tensor | None, shape) -> int:
     if cu_seqlens is not None:
         return shape[0] // _ROWS + cu_seqlens.shape[0] - 1
     return shape[0] * ((shape[1] + _ROWS - 1) // _ROWS)
-
-
-_OPERAND_NAMES = (
-    *("codes_q", "codes_k", "codes_v", "scale_q", "scale_kv", "nonfinite_v", "q_dot_mean"),
-    "mean_k",
-)
 
 
 def _operand_forms(shape_q, shape_k, head_dim_v, cu_seqlens_q, cu_seqlens_k, format_) -> tuple:
@@ -88,8 +75,8 @@ def _new_operands(q, k, v, cu_seqlens_q, cu_seqlens_k, *format_) -> tuple:
     return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in forms)
 
 
-def _check_ranks(q, k, v, cu_seqlens_q) -> None:
-    rank = 4 if cu_seqlens_q is None else 3
+def _check_ranks(q, k, v, call) -> None:
+    rank = 4 if call.cu_seqlens_q is None else 3
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != rank:
             raise ValueError(f"{name} has {x.ndim} dimensions; it must have {rank}")
@@ -100,127 +87,133 @@ def _follow_threads() -> None:
         _C.set_cpu_threads(torch.get_num_threads())
 
 
-def _quantize_kernel(q, k, v, descale_q, descale_k, descale_v, *rest):
-    lengths, longest, format_ = rest[:4], rest[4:6], rest[6:]
-    block_q, block_k, _, smooth_k, _ = format_
-    _check_ranks(q, k, v, lengths[0])
+def _quantize_call(a) -> Call:
+    """Of the operator's arguments: it has no mask, no scale and no softmax."""
+    return a.call._replace(scale=1.0, backend=a.backend)
+
+
+def _quantize_kernel(*arguments):
+    a = QUANTIZE.split(arguments)
+    call = bind(_quantize_call(a))
+    _check_ranks(a.q, a.k, a.v, call)
     _follow_threads()
-    operands = _new_operands(q, k, v, *lengths[:2], block_q, block_k, smooth_k)
-    inputs = [q, k, v]
+    bounds = call.cu_seqlens_q, call.cu_seqlens_k
+    operands = _new_operands(a.q, a.k, a.v, *bounds, a.block_q, a.block_k, a.smooth_k)
+    inputs = [a.q, a.k, a.v]
+    descales = a.descale_q, a.descale_k, a.descale_v
     while copies := _C.quantize(
-        *inputs, descale_q, descale_k, descale_v, operands, *lengths, *longest, *format_
+        *inputs, *descales, operands, call, a.block_q, a.block_k, a.hadamard, a.smooth_k
     ):
         _direct.copy_operands(copies, inputs, ("q", "k", "v"))
     return operands
 
 
 @torch.library.register_fake("pantile::quantize", lib=_library)
-def _fake_quantize(q, k, v, descale_q, descale_k, descale_v, *rest):
-    lengths, longest, format_ = rest[:4], rest[4:6], rest[6:]
-    block_q, block_k, _, smooth_k, backend = format_
-    _check_ranks(q, k, v, lengths[0])
+def _fake_quantize(*arguments):
+    a = QUANTIZE.split(arguments)
+    q, k, v, call = a.q, a.k, a.v, _quantize_call(a)
+    _check_ranks(q, k, v, call)
 
     def check(*arguments):
-        _C.explain_fp8(*arguments, *format_[:-1], "code")
+        _C.explain_fp8(*arguments, a.block_q, a.block_k, a.hadamard, a.smooth_k, "code")
 
-    settings = (*lengths, *longest, 1.0, -1, -1, backend)
-    sizes = _fake.checked_call(check, q, k, v, settings)
+    sizes = _fake.checked_call(check, q, k, v, call)
+    packed = call.cu_seqlens_q is not None
     heads_k = sizes.of("k", k.shape)[-2]
-    for name, x in (("descale_q", descale_q), ("descale_k", descale_k), ("descale_v", descale_v)):
+    for name in ("descale_q", "descale_k", "descale_v"):
+        x = getattr(a, name)
         if x is None and q.dtype is _CODES:
             raise ValueError(f"{name} is null; it must be set because dtype == e4m3 is true")
         if x is not None and q.dtype is not _CODES:
             raise ValueError(f"{name} is set; it must be null because dtype == e4m3 is false")
         if x is not None:
             _fake.require_dtype(name, x, torch.float32)
-            batch = sizes.of("q", q.shape)[0] if lengths[0] is None else _fake.known(x.shape[0])
+            batch = _fake.known(x.shape[0]) if packed else sizes.of("q", q.shape)[0]
             _fake.require_shape(name, tuple(map(_fake.known, x.shape)), (batch, heads_k))
-    return _new_operands(q, k, v, *lengths[:2], block_q, block_k, smooth_k)
+    bounds = call.cu_seqlens_q, call.cu_seqlens_k
+    return _new_operands(q, k, v, *bounds, a.block_q, a.block_k, a.smooth_k)
 
 
 def _quantize_autograd(*args):
     """Codes have no derivative: gradients pass by them, see fp8_forward."""
-    with _ops._below_autograd():
+    with below_autograd():
         return quantize_op(*args)
 
 
 # ---- fp8_forward
 
 
-def _new_outputs(operands, settings, batch, rows, dtype):
-    codes_q, _, codes_v, *_ = operands
-    heads, head_dim_v = codes_q.shape[0], codes_v.shape[2]
-    leading = (batch, rows) if settings[0] is None else (rows,)
-    o = codes_q.new_empty((*leading, heads, head_dim_v), dtype=dtype)
-    lse = codes_q.new_empty((*leading[:-1], heads, rows), dtype=torch.float32)
+# ``a``: the operator's arguments by name.
+
+
+def _operands_of(a) -> tuple:
+    return tuple(getattr(a, name) for name in FP8_OPERAND_NAMES)
+
+
+def _new_outputs(a):
+    heads, head_dim_v = a.codes_q.shape[0], a.codes_v.shape[2]
+    leading = (a.batch, a.rows) if a.call.cu_seqlens_q is None else (a.rows,)
+    o = a.codes_q.new_empty((*leading, heads, head_dim_v), dtype=a.dtype)
+    lse = a.codes_q.new_empty((*leading[:-1], heads, a.rows), dtype=torch.float32)
     return o, lse
 
 
-def _run_fp8_forward(operands, settings, own, checked: bool):
-    batch, rows, keys, head_dim, dtype, block_q, block_k, smooth_k, exp = own
+def _run_fp8_forward(a):
     _follow_threads()
-    o, lse = _new_outputs(operands, settings, batch, rows, dtype)
-    if checked and settings[0] is not None:
-        lengths = [None if x is None else x.cpu() for x in settings[:4]]
-        _C.check_sequences(*lengths, settings[4], settings[5], rows, keys)
-    _C.forward_fp8(operands, o, lse, head_dim, keys, *settings, block_q, block_k, smooth_k, exp)
+    call = bind(a.call)
+    o, lse = _new_outputs(a)
+    if a.checked and call.packed:
+        _direct.check_contents(call, a.rows, a.keys)
+    format_ = a.block_q, a.block_k, a.smooth_k, a.fp8_exp
+    _C.forward_fp8(_operands_of(a), o, lse, a.head_dim, a.keys, call, *format_)
     return o, lse
 
 
-def _check_forms(operands, settings, own) -> None:
+def _check_forms(a) -> None:
     """Shapes and dtypes of fp8_forward's operands, against each other and against its sizes."""
-    batch, rows, keys, head_dim, _, *format_, _ = own
-    codes_q, codes_k, codes_v, *_ = operands
-    for name, x, rank in zip(_OPERAND_NAMES, operands, (3, 3, 4), strict=False):
+    operands = _operands_of(a)
+    for name, x, rank in zip(FP8_OPERAND_NAMES, operands, (3, 3, 4), strict=False):
         if x.ndim != rank:
             raise ValueError(f"{name} has {x.ndim} dimensions; it must have {rank}")
-    dense = (batch,) if settings[0] is None else ()
-    shape_q = (*dense, rows, codes_q.shape[0], head_dim)
-    shape_k = (*dense, keys, codes_k.shape[0], head_dim)
-    forms = _operand_forms(shape_q, shape_k, codes_v.shape[2], *settings[:2], format_)
-    for name, x, (shape, expected) in zip(_OPERAND_NAMES, operands, forms, strict=True):
+    bounds = a.call.cu_seqlens_q, a.call.cu_seqlens_k
+    dense = (a.batch,) if bounds[0] is None else ()
+    shape_q = (*dense, a.rows, a.codes_q.shape[0], a.head_dim)
+    shape_k = (*dense, a.keys, a.codes_k.shape[0], a.head_dim)
+    format_ = a.block_q, a.block_k, a.smooth_k
+    forms = _operand_forms(shape_q, shape_k, a.codes_v.shape[2], *bounds, format_)
+    for name, x, (shape, expected) in zip(FP8_OPERAND_NAMES, operands, forms, strict=True):
         _fake.require_dtype(name, x, expected)
         _fake.require_shape(name, *_fake.known_shapes(x.shape, shape))
 
 
-def _check_without_memory(operands, settings, own) -> None:
+def _check_without_memory(a) -> None:
     """The rules of fp8_forward's other arguments, for tensors without memory."""
-    batch, rows, keys, head_dim, dtype, block_q, block_k, smooth_k, exp = own
-    codes_q, codes_k, codes_v, *_ = operands
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"dtype is {dtype}; it must be torch.bfloat16 or torch.float16")
-    dense = (batch,) if settings[0] is None else ()
-    q = codes_q.new_empty((*dense, rows, codes_q.shape[0], head_dim), dtype=dtype)
-    k = codes_k.new_empty((*dense, keys, codes_k.shape[0], head_dim), dtype=dtype)
-    v = codes_v.new_empty((*dense, keys, codes_k.shape[0], codes_v.shape[2]), dtype=dtype)
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype is {a.dtype}; it must be torch.bfloat16 or torch.float16")
+    dense = (a.batch,) if a.call.cu_seqlens_q is None else ()
+    heads_q, heads_k, head_dim_v = a.codes_q.shape[0], a.codes_k.shape[0], a.codes_v.shape[2]
+    q = a.codes_q.new_empty((*dense, a.rows, heads_q, a.head_dim), dtype=a.dtype)
+    k = a.codes_k.new_empty((*dense, a.keys, heads_k, a.head_dim), dtype=a.dtype)
+    v = a.codes_v.new_empty((*dense, a.keys, heads_k, head_dim_v), dtype=a.dtype)
 
     def check(*arguments):
-        _C.explain_fp8(*arguments, block_q, block_k, False, smooth_k, exp)
+        _C.explain_fp8(*arguments, a.block_q, a.block_k, False, a.smooth_k, a.fp8_exp)
 
-    _fake.checked_call(check, q, k, v, settings)
-
-
-def _split(args):
-    """(source, operands, settings, own, deterministic, checked) of fp8_forward's arguments."""
-    source, args = args[:_SOURCE_COUNT], args[_SOURCE_COUNT:]
-    operands, args = args[:_OPERAND_COUNT], args[_OPERAND_COUNT:]
-    settings, own = args[:_SETTINGS_END], args[_SETTINGS_END:-2]
-    return source, tuple(operands), settings, own, *args[-2:]
+    _fake.checked_call(check, q, k, v, a.call)
 
 
-def _fp8_forward_kernel(*args):
-    _, operands, settings, own, _, checked = _split(args)
-    _check_forms(operands, settings, own)
-    return _run_fp8_forward(operands, settings, own, checked)
+def _fp8_forward_kernel(*arguments):
+    a = FP8_FORWARD.split(arguments)
+    _check_forms(a)
+    return _run_fp8_forward(a)
 
 
 @torch.library.register_fake("pantile::fp8_forward", lib=_library)
-def _fake_fp8_forward(*args):
-    _, operands, settings, own, *_ = _split(args)
-    _check_forms(operands, settings, own)
-    _check_without_memory(operands, settings, own)
-    batch, rows, _, _, dtype, *_ = own
-    return _new_outputs(operands, settings, batch, rows, dtype)
+def _fake_fp8_forward(*arguments):
+    a = FP8_FORWARD.split(arguments)
+    _check_forms(a)
+    _check_without_memory(a)
+    return _new_outputs(a)
 
 
 class _Fp8Attention(torch.autograd.Function):
@@ -231,27 +224,26 @@ class _Fp8Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, *args):
-        *args, grad_mode = args
-        _, operands, settings, own, deterministic, checked = _split((q, k, v, *args))
+    def forward(ctx, q, k, v, *rest):
+        *rest, grad_mode = rest
+        a = FP8_FORWARD.split((q, k, v, *rest))
         with _ops.lower(grad_mode):
-            o, lse = fp8_forward_op(None, None, None, *operands, *settings, *own, False, checked)
-        ctx.save_for_backward(q, k, v, *settings[:4])
-        ctx.call = (settings[4:], o.dtype, deterministic, len(args) + 1)
+            o, lse = fp8_forward_op(None, None, None, *rest)
+        ctx.save_for_backward(q, k, v, *lengths_of(a.call))
+        ctx.how = (a.call._replace(**NO_LENGTHS), o.dtype, a.deterministic, len(rest) + 1)
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx, grad_o, grad_lse):
-        settings, dtype, deterministic, count = ctx.call
+        call, dtype, deterministic, count = ctx.how
         if grad_o is None and grad_lse is None:
             return (None,) * (_SOURCE_COUNT + count)
         q, k, v, *lengths = ctx.saved_tensors
+        call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
         rounded = tuple(x.to(dtype) for x in (q, k, v))
         with torch.no_grad():
-            o, lse, o_low = _ops.forward_op(
-                *rounded, *lengths, *settings, deterministic, False, True
-            )
+            o, lse, o_low = _ops.forward_op(*rounded, *call, deterministic, False, True)
         # By the operator's Autograd kernel: with create_graph=True it records that the gradient has
         # no derivative, and one that is asked for is refused by name.
         grads = _ops.backward_op(
@@ -261,8 +253,7 @@ class _Fp8Attention(torch.autograd.Function):
             o,
             o_low,
             lse,
-            *lengths,
-            *settings,
+            *call,
             deterministic,
         )
         grads = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
@@ -275,7 +266,7 @@ def _fp8_forward_autograd(*args):
     source = [x for x in args[:_SOURCE_COUNT] if x is not None]
     if len(source) == _SOURCE_COUNT and _ops.differentiates(source):
         return _ops.apply(_Fp8Attention, *args)
-    with _ops._below_autograd():
+    with below_autograd():
         return fp8_forward_op(*args)
 
 
@@ -287,11 +278,10 @@ _library.impl("fp8_forward", _fp8_forward_autograd, "Autograd")
 
 
 @flop_counter.register_flop_formula(torch.ops.pantile.fp8_forward, get_raw=True)
-def _fp8_flops(*args, out_val=None, **_) -> int:
-    _, operands, settings, (batch, rows, keys, head_dim, *_), *_ = _split(args)
-    heads, head_dim_v = operands[0].shape[0], operands[2].shape[2]
-    pairs = _ops.visible_pairs_of_call(batch, rows, keys, settings)
-    return 2 * heads * pairs * (head_dim + head_dim_v)
+def _fp8_flops(*arguments, out_val=None, **_) -> int:
+    a = FP8_FORWARD.split(arguments)
+    pairs = _ops.visible_pairs_of_call(a.batch, a.rows, a.keys, a.call)
+    return 2 * a.codes_q.shape[0] * pairs * (a.head_dim + a.codes_v.shape[2])
 
 
 # ---- torch.func: a call for each entry, because the forms put heads before sequences
@@ -366,7 +356,7 @@ def _output_dtype(dtype: torch.dtype) -> torch.dtype:
 def _may_be_differentiated(tensors: tuple) -> bool:
     """Whether the operator may have to record. Inside transforms of torch.func only its Autograd
     kernel can tell: a tensor does not show what the transforms further out want of it."""
-    if torch.compiler.is_compiling() or _ops._in_transform():
+    if torch.compiler.is_compiling() or in_transform():
         return True
     return _ops.differentiates(tensors)
 
@@ -417,18 +407,23 @@ def _source_of(operands: Quantized) -> tuple:
     )
 
 
-def quantize(q, k, v, settings, descales, block_q, block_k, hadamard, smooth_k) -> Quantized:
-    lengths, longest, backend = settings[:4], settings[4:6], settings[-1]
+def quantize(q, k, v, packing: tuple, backend: str, descales, format_: tuple) -> Quantized:
+    """``packing``: of _schema.PACKING; ``format_``: block_q, block_k, hadamard, smooth_k.
+
+    None for one of the last two is its default.
+    """
+    lengths, longest = packing[:4], packing[4:]
+    block_q, block_k, hadamard, smooth_k = format_
     _ops.prepare(q, k, v, lengths)
     q, k, v = _autocast((q, k, v))
-    _check_ranks(q, k, v, lengths[0])
+    _check_ranks(q, k, v, Call(*packing))
     codes = q.dtype is _CODES
     hadamard = not codes if hadamard is None else hadamard
     smooth_k = not codes if smooth_k is None else smooth_k
     batch = q.shape[0] if lengths[0] is None else lengths[0].shape[0] - 1
     format_ = (block_q, block_k, hadamard, smooth_k)
     tensors = (*(x.detach() for x in (q, k, v)), *_descales(q, k, descales, batch), *lengths)
-    run = _quantize_kernel if _ops.takes_short_cut(_ops.present(tensors)) else quantize_op
+    run = _quantize_kernel if takes_short_cut(present(tensors)) else quantize_op
     operands = run(*tensors, *longest, *format_, backend)
     recorded = _may_be_differentiated((q, k, v))
     return Quantized(
@@ -444,13 +439,16 @@ def quantize(q, k, v, settings, descales, block_q, block_k, hadamard, smooth_k) 
     )
 
 
-def attention(operands: Quantized, settings, exp: str, deterministic, checked, return_lse):
-    """Attention on operands; ``settings`` as of pantile::forward, its first six not read."""
+def attention(operands: Quantized, call, exp: str, deterministic, checked, return_lse):
+    """Attention on operands; of ``call`` all but the packing, which they know."""
     packed = operands.lengths[0] is not None
     batch = operands.lengths[0].shape[0] - 1 if packed else operands.shape_q[0]
     rows, keys = (shape[0 if packed else 1] for shape in (operands.shape_q, operands.shape_k))
-    settings = (*operands.lengths, *operands.longest, *settings[6:])
-    own = (
+    arguments = (
+        *operands.operands,
+        *operands.lengths,
+        *operands.longest,
+        *tuple(call)[len(PACKING) :],
         batch,
         rows,
         keys,
@@ -460,24 +458,25 @@ def attention(operands: Quantized, settings, exp: str, deterministic, checked, r
         operands.block_k,
         operands.smooth_k,
         exp,
+        deterministic,
+        checked,
     )
     recorded = operands.source[0] is not None and torch.is_grad_enabled()
-    if not recorded and _ops.takes_short_cut((*operands.operands, *_ops.present(operands.lengths))):
-        o, lse = _run_fp8_forward(operands.operands, settings, own, checked)
+    if not recorded and takes_short_cut((*operands.operands, *present(operands.lengths))):
+        o, lse = _run_fp8_forward(FP8_FORWARD.split((None, None, None, *arguments)))
     else:
         source = _source_of(operands) if recorded else operands.source
-        o, lse = fp8_forward_op(
-            *source, *operands.operands, *settings, *own, deterministic, checked
-        )
+        o, lse = fp8_forward_op(*source, *arguments)
     return (o, lse) if return_lse else o
 
 
-def quantized_attention(q, k, v, settings, format_, exp, deterministic, checked, return_lse):
+def quantized_attention(q, k, v, call, format_, exp, deterministic, checked, return_lse):
     """Attention on q, k and v by way of quantising them; o has the dtype of q."""
     if isinstance(q, Tensor) and q.dtype is _CODES:
         raise TypeError("q has dtype float8_e4m3fn; pantile.quantize takes it, with descales")
-    operands = quantize(q, k, v, settings, (None, None, None), *format_)
-    o, lse = attention(operands, settings, exp, deterministic, checked, True)
+    packing = tuple(call)[: len(PACKING)]
+    operands = quantize(q, k, v, packing, call.backend, (None, None, None), format_)
+    o, lse = attention(operands, call, exp, deterministic, checked, True)
     if not torch.is_autocast_enabled(q.device.type):
         o = o.to(q.dtype)
     return (o, lse) if return_lse else o

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pantile._arguments import dtype_name, shown
+
+if TYPE_CHECKING:
+    from pantile._types import Array
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -115,7 +118,9 @@ def _merge(xp: Any, outputs: list, lses: Any, largest: Any) -> tuple:
     return merged, xp.where(nothing, xp.full_like(lse, -xp.inf), lse)
 
 
-def merge_attention(partials, *, dtype=None):
+def merge_attention(
+    partials: Iterable[tuple[Array, Array]], *, dtype: Any = None
+) -> tuple[Array, Array]:
     """Attention over all keys from attention over disjoint parts of them (context parallelism).
 
     With ``lse = log(sum(exp(lse_i)))`` the output is ``sum(exp(lse_i - lse) * o_i)``: exact up to
@@ -131,6 +136,10 @@ def merge_attention(partials, *, dtype=None):
 
     Returns:
         (o, lse), lse float32. A row that attends to nothing in any part has o = 0, lse = -inf.
+
+    Raises:
+        TypeError, ValueError: a part is no pair, or differs from the first in shape, device or
+        kind; the message names it, its value and the rule.
     """
     pairs = _pairs(partials)
     first_o = pairs[0][0]

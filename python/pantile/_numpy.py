@@ -6,6 +6,7 @@ import numpy as np
 
 from pantile import _C
 from pantile._options import log
+from pantile._schema import LENGTHS, lengths_of
 
 _NAMES = ("q", "k", "v")
 
@@ -53,9 +54,7 @@ def _raw(x: np.ndarray) -> np.ndarray:
 def prepare(q, k, v, lengths: tuple) -> list[np.ndarray]:
     for name, x in zip(_NAMES, (q, k, v), strict=True):
         _check(name, x)
-    for name, x in zip(
-        ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"), lengths, strict=True
-    ):
+    for name, x in zip(LENGTHS, lengths, strict=True):
         if x is not None:
             _check_lengths(name, x)
     if k.dtype != q.dtype or v.dtype != q.dtype:
@@ -64,17 +63,17 @@ def prepare(q, k, v, lengths: tuple) -> list[np.ndarray]:
     return [_raw(x) for x in (q, k, v)]
 
 
-def final_settings(q, settings: tuple) -> tuple:
-    """Same as pantile._direct.final_settings: nothing is left open for host arrays."""
-    return settings
+def final_call(q, call: _C.Call) -> _C.Call:
+    """Same as pantile._direct.final_call: nothing is left open for host arrays."""
+    return call
 
 
-def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
+def attention(q, k, v, call: _C.Call, deterministic, checked, return_lse, extras):
     """Same arguments as pantile._ops.attention; host arrays are always checked."""
-    operands = prepare(q, k, v, settings[:4])
-    packed = settings[0] is not None
+    operands = prepare(q, k, v, lengths_of(call))
+    packed = call.packed
     if q.ndim != (3 if packed else 4) or v.ndim != q.ndim:
-        _C.explain(*operands, *settings, deterministic)  # raises: names the argument and its rank
+        _C.explain(*operands, call, deterministic)  # raises: names the argument and its rank
     *rows, _ = q.shape
     wants_max_logit, output_f32 = extras or (False, False)
     o = np.empty((*rows, v.shape[-1]), dtype=np.float32 if output_f32 else q.dtype)
@@ -82,10 +81,10 @@ def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
     if return_lse:
         lse = np.empty((*rows[:-2], rows[-1], rows[-2]), dtype=np.float32)
     if wants_max_logit:
-        batch = max(settings[0].shape[0] - 1, 0) if packed else q.shape[0]
+        batch = max(call.cu_seqlens_q.shape[0] - 1, 0) if packed else q.shape[0]
         max_logit = np.full((batch, q.shape[-2]), -np.inf, dtype=np.float32)
     output = o.view(np.uint16) if _is_bfloat16(o.dtype) else o
-    while copies := _C.forward(*operands, output, lse, None, max_logit, *settings):
+    while copies := _C.forward(*operands, output, lse, None, max_logit, call):
         for bit, name in enumerate(_NAMES):
             if copies >> bit & 1:
                 log.debug("copies %s, strides %s bytes", name, operands[bit].strides)

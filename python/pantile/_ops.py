@@ -3,8 +3,7 @@
 All are ordinary dispatcher operators: kernels for CPU and CUDA, a fake kernel for tracing, an
 Autograd kernel, an Autocast kernel, a vmap rule and a FLOP formula. They decide everything that
 depends on torch's state, and torch.func, torch.compile and exported programs meet nothing else.
-Plain eager calls take a short cut around the dispatcher that does the same work; it is taken only
-when nothing can be watching.
+Plain eager calls take a short cut around the dispatcher that does the same work (_fast_path.py).
 """
 
 from __future__ import annotations
@@ -12,15 +11,11 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils import flop_counter
 
-from pantile import _C, _fake
+from pantile import _C, _fake, _torch_private
 from pantile._direct import (
-    BACKEND_SETTING,
-    LENGTHS_COUNT,
-    THREADS_FOLLOW,
     batch_of,
     keeps_low,
     lse_shape,
@@ -30,39 +25,33 @@ from pantile._direct import (
     run_forward,
     split_output,
 )
-from pantile._direct import final_settings as final_settings  # for explain
+from pantile._direct import final_call as final_call  # for explain
 from pantile._fake import prepare as prepare  # for explain
+from pantile._fast_path import (
+    is_compiling,
+    is_plain,
+    nothing_watches,
+    present,
+    records,
+    takes_short_cut,
+)
 from pantile._masks import visible_pairs
+from pantile._schema import (
+    BACKWARD,
+    FORWARD,
+    FORWARD_EXTRA,
+    LENGTHS,
+    NO_LENGTHS,
+    bind,
+    lengths_of,
+)
+from pantile._torch_private import below_autograd, in_transform
 
 Tensor = torch.Tensor
 
-# What both operators share, in the order in which the bindings take it.
-_SETTINGS = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale, SymInt window_left, "
-    "SymInt window_right, str backend"
-)
-_SETTINGS_COUNT = 10
-_NO_LENGTHS = (None,) * LENGTHS_COUNT
-
 _library = torch.library.Library("pantile", "DEF")
-_library.define(
-    f"forward(Tensor q, Tensor k, Tensor v, {_SETTINGS}, bool deterministic, bool checked,"
-    " bool keep_low) -> (Tensor o, Tensor lse, Tensor o_low)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    f"forward_extra(Tensor q, Tensor k, Tensor v, {_SETTINGS}, bool deterministic, bool checked,"
-    " bool keep_low, bool max_logit, bool output_f32)"
-    " -> (Tensor o, Tensor lse, Tensor o_low, Tensor max_logit)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    f"backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o,"
-    f" Tensor? o_low, Tensor lse, {_SETTINGS}, bool deterministic)"
-    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _signature in (FORWARD, FORWARD_EXTRA, BACKWARD):
+    _library.define(_signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
 # keep_low: o_low, int8 of the shape of o, holds 8 more bits of a 16-bit o, from which the backward
 # takes rowsum(dO * O). Their Autograd kernels ask for it where they record. It is [0, ..] when it
 # is not asked for and for float32.
@@ -75,16 +64,19 @@ backward_op = torch.ops.pantile.backward.default
 # ---- kernels
 
 
-def _forward_kernel(q, k, v, *rest):
-    settings, (_, checked, keep_low) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-    o, lse, o_low, _ = run_forward(q, k, v, settings, checked, True, None, keep_low)
-    return o, lse, no_low(q, v) if o_low is None else o_low
+def _forward_kernel(*arguments):
+    a = FORWARD.split(arguments)
+    o, lse, o_low, _ = run_forward(a.q, a.k, a.v, bind(a.call), a.checked, True, None, a.keep_low)
+    return o, lse, no_low(a.q, a.v) if o_low is None else o_low
 
 
-def _extra_kernel(q, k, v, *rest):
-    settings, (_, checked, keep_low, *extras) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-    o, lse, o_low, max_logit = run_forward(q, k, v, settings, checked, True, extras, keep_low)
-    return o, lse, no_low(q, v) if o_low is None else o_low, _or_empty(max_logit, q)
+def _extra_kernel(*arguments):
+    a = FORWARD_EXTRA.split(arguments)
+    extras = a.max_logit, a.output_f32
+    o, lse, o_low, max_logit = run_forward(
+        a.q, a.k, a.v, bind(a.call), a.checked, True, extras, a.keep_low
+    )
+    return o, lse, no_low(a.q, a.v) if o_low is None else o_low, _or_empty(max_logit, a.q)
 
 
 def _or_empty(max_logit: Tensor | None, q: Tensor) -> Tensor:
@@ -93,9 +85,9 @@ def _or_empty(max_logit: Tensor | None, q: Tensor) -> Tensor:
     return max_logit
 
 
-def _backward_kernel(grad_o, grad_lse, q, k, v, o, o_low, lse, *rest):
-    settings, (deterministic,) = rest[:_SETTINGS_COUNT], rest[_SETTINGS_COUNT:]
-    return run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, settings, deterministic)
+def _backward_kernel(*arguments):
+    a = BACKWARD.split(arguments)
+    return run_backward(*arguments[: BACKWARD.operand_count], bind(a.call), a.deterministic)
 
 
 for _key in ("CPU", "CUDA"):
@@ -114,24 +106,28 @@ def _new_fake(q, v, keep_low, dtype):
 
 
 @torch.library.register_fake("pantile::forward", lib=_library)
-def _fake_forward(q, k, v, *rest):
-    _fake.check_forward(q, k, v, rest[:_SETTINGS_COUNT])
-    return _new_fake(q, v, rest[-1], q.dtype)
+def _fake_forward(*arguments):
+    a = FORWARD.split(arguments)
+    _fake.check_forward(a.q, a.k, a.v, a.call)
+    return _new_fake(a.q, a.v, a.keep_low, a.q.dtype)
 
 
 @torch.library.register_fake("pantile::forward_extra", lib=_library)
-def _fake_extra(q, k, v, *rest):
-    keep_low, wants_max_logit, output_f32 = rest[-3:]
-    _fake.check_forward(q, k, v, rest[:_SETTINGS_COUNT], wants_max_logit, output_f32)
-    rows = batch_of(q, rest) if wants_max_logit else 0
-    max_logit = q.new_empty((rows, q.shape[-2]), dtype=torch.float32)
-    return *_new_fake(q, v, keep_low, torch.float32 if output_f32 else q.dtype), max_logit
+def _fake_extra(*arguments):
+    a = FORWARD_EXTRA.split(arguments)
+    _fake.check_forward(a.q, a.k, a.v, a.call, a.max_logit, a.output_f32)
+    rows = batch_of(a.q, a.call) if a.max_logit else 0
+    max_logit = a.q.new_empty((rows, a.q.shape[-2]), dtype=torch.float32)
+    dtype = torch.float32 if a.output_f32 else a.q.dtype
+    return *_new_fake(a.q, a.v, a.keep_low, dtype), max_logit
 
 
 @torch.library.register_fake("pantile::backward", lib=_library)
-def _fake_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, *rest):
-    _fake.check_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, rest[:_SETTINGS_COUNT])
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _fake_backward(*arguments):
+    a = BACKWARD.split(arguments)
+    _fake.check_backward(*arguments[: BACKWARD.operand_count], a.call)
+    contiguous = torch.contiguous_format
+    return tuple(torch.empty_like(x, memory_format=contiguous) for x in (a.q, a.k, a.v))
 
 
 # ---- autograd
@@ -148,10 +144,6 @@ def _no_forward_mode(*_):
     raise _C.UnsupportedError("forward-mode derivatives (jvp) of attention are not implemented")
 
 
-_below_autograd = torch._C._AutoDispatchBelowAutograd
-_in_transform = torch._C._are_functorch_transforms_active
-
-
 def apply(function: type[torch.autograd.Function], *args):
     """``function.apply`` for an Autograd kernel, also inside transforms of torch.func.
 
@@ -160,9 +152,9 @@ def apply(function: type[torch.autograd.Function], *args):
     level, is the right one; by itself it refuses to run inside transforms. The Function's last
     argument is added here: the grad mode for :func:`lower`.
     """
-    if not _in_transform():
+    if not in_transform():
         return function.apply(*args, False)
-    with enable_single_level_autograd_function():
+    with _torch_private.single_level_function():
         return super(torch.autograd.Function, function).apply(*args, torch.is_grad_enabled())
 
 
@@ -173,43 +165,42 @@ def lower(grad_mode: bool):
     A Function's forward runs without grad mode and forward mode. Transforms further out would
     inherit that and lose their gradient.
     """
-    with _below_autograd():
-        if not _in_transform():
+    with below_autograd():
+        if not in_transform():
             yield
             return
-        with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
+        with torch.set_grad_enabled(grad_mode), _torch_private.set_forward_grad(True):
             yield
 
 
 class _Attention(torch.autograd.Function):
     """First derivatives, in eager mode and in traced graphs.
 
-    ``call`` is (settings, deterministic, checked, direct, wants, extras); ``direct`` calls the
-    kernels without the dispatcher, for the short cut below; ``wants`` is (lse, o_low). One tuple,
-    and lse, o_low and max_logit as outputs only when they are wanted, because every argument and
-    output costs time.
+    ``how`` is (call, deterministic, checked, direct, wants, extras). ``direct`` calls the kernels
+    without the dispatcher, for the short cut below; ``call`` is then that of the bindings.
+    ``wants`` is (lse, o_low). One tuple, and lse, o_low and max_logit as outputs only when they are
+    wanted, because every argument and output costs time.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, call, grad_mode):
-        settings, deterministic, checked, direct, (wants_lse, wants_low), extras = call
+    def forward(ctx, q, k, v, how, grad_mode):
+        call, deterministic, checked, direct, (wants_lse, wants_low), extras = how
         # An o in float32 is saved as it is: the backward takes its low bits from it.
         keep_low = wants_low or extras is None or not extras[1]
         if direct:
-            o, lse, o_low, max_logit = run_forward(
-                q, k, v, settings, checked, True, extras, keep_low
-            )
+            o, lse, o_low, max_logit = run_forward(q, k, v, call, checked, True, extras, keep_low)
         else:
             with lower(grad_mode):
                 o, lse, o_low, max_logit = _dispatch(
-                    q, k, v, settings, deterministic, checked, keep_low, extras
+                    q, k, v, call, deterministic, checked, keep_low, extras
                 )
         saved_low = o_low if keeps_low(q, o.dtype is q.dtype) else None
-        if settings[0] is None:
+        if call.cu_seqlens_q is None:
             ctx.save_for_backward(q, k, v, o, saved_low, lse)
         else:
-            ctx.save_for_backward(q, k, v, o, saved_low, lse, *settings[:LENGTHS_COUNT])
-        ctx.call = (settings[LENGTHS_COUNT:], deterministic, direct, wants_lse)
+            ctx.save_for_backward(q, k, v, o, saved_low, lse, *lengths_of(call))
+            call = call._replace(**NO_LENGTHS)
+        ctx.how = (call, deterministic, direct, wants_lse)
         ctx.set_materialize_grads(False)
         if not wants_low and max_logit is None:
             return (o, lse) if wants_lse else o
@@ -221,12 +212,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_o, *grads):
-        settings, deterministic, direct, wants_lse = ctx.call
+        call, deterministic, direct, wants_lse = ctx.how
         grad_lse = grads[0] if wants_lse else None
         if grad_o is None and grad_lse is None:
             return None, None, None, None, None
         q, k, v, o, o_low, lse, *lengths = ctx.saved_tensors
-        settings = (*(lengths or _NO_LENGTHS), *settings)
+        if lengths:
+            call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
         if grad_o is None:
             grad_o = torch.zeros_like(o)
         if o.dtype is not q.dtype:  # as the backward takes it, of a forward that gave it in float32
@@ -236,19 +228,19 @@ class _Attention(torch.autograd.Function):
         # must meet the operator, whose own derivative raises.
         operands = (grad_o, q, k, v, o, lse, *present((grad_lse, o_low, *lengths)))
         if direct and not torch.is_grad_enabled() and takes_short_cut(operands):
-            run, flat = run_backward, (settings, deterministic)
+            run, flat = run_backward, (call, deterministic)
         else:
-            run, flat = backward_op, (*settings, deterministic)
+            run, flat = backward_op, (*call, deterministic)
         return (*run(grad_o, grad_lse, q, k, v, o, o_low, lse, *flat), None, None)
 
     jvp = staticmethod(_no_forward_mode)
 
 
-def _dispatch(q, k, v, settings, deterministic, checked, keep_low, extras):
+def _dispatch(q, k, v, call, deterministic, checked, keep_low, extras):
     """(o, lse, o_low, max_logit or None) by the operators."""
     if extras is None:
-        return *forward_op(q, k, v, *settings, deterministic, checked, keep_low), None
-    *outputs, max_logit = extra_op(q, k, v, *settings, deterministic, checked, keep_low, *extras)
+        return *forward_op(q, k, v, *call, deterministic, checked, keep_low), None
+    *outputs, max_logit = extra_op(q, k, v, *call, deterministic, checked, keep_low, *extras)
     return *outputs, max_logit if extras[0] else None
 
 
@@ -266,42 +258,45 @@ class _AttentionGradient(torch.autograd.Function):
 
 
 def differentiates(tensors) -> bool:
-    if forward_ad._current_level >= 0:  # inside dual_level: Function refuses tangents by name
+    if not _torch_private.KNOWS_FORWARD_MODE:
+        tensors = tuple(tensors)
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            return True
+    elif _torch_private.in_forward_mode():  # inside dual_level: Function refuses tangents by name
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _recorded_outputs(q, k, v, rest, extras):
-    """(o, lse, o_low, max_logit or None) of an operator that is recorded."""
-    settings = rest[:_SETTINGS_COUNT]
-    deterministic, checked, keep_low = rest[_SETTINGS_COUNT : _SETTINGS_COUNT + 3]
-    keep_low = keeps_low(q, keep_low)
-    call = (settings, deterministic, checked, False, (True, keep_low), extras)
-    o, lse, *others = apply(_Attention, q, k, v, call)
-    o_low = others.pop(0) if keep_low else no_low(q, v)
+def _recorded_outputs(a, extras):
+    """(o, lse, o_low, max_logit or None) of an operator that is recorded; ``a``: its arguments."""
+    keep_low = keeps_low(a.q, a.keep_low)
+    how = (a.call, a.deterministic, a.checked, False, (True, keep_low), extras)
+    o, lse, *others = apply(_Attention, a.q, a.k, a.v, how)
+    o_low = others.pop(0) if keep_low else no_low(a.q, a.v)
     return o, lse, o_low, *(others or [None])
 
 
-def _forward_autograd(q, k, v, *rest):
-    if differentiates((q, k, v)):
-        return _recorded_outputs(q, k, v, rest, None)[:3]
-    with _below_autograd():
-        return forward_op(q, k, v, *rest)
+def _forward_autograd(*arguments):
+    if differentiates(arguments[:3]):  # q, k and v
+        return _recorded_outputs(FORWARD.split(arguments), None)[:3]
+    with below_autograd():
+        return forward_op(*arguments)
 
 
-def _extra_autograd(q, k, v, *rest):
-    if differentiates((q, k, v)):
-        *outputs, max_logit = _recorded_outputs(q, k, v, rest, tuple(rest[-2:]))
-        return *outputs, _or_empty(max_logit, q)
-    with _below_autograd():
-        return extra_op(q, k, v, *rest)
+def _extra_autograd(*arguments):
+    if differentiates(arguments[:3]):
+        a = FORWARD_EXTRA.split(arguments)
+        *outputs, max_logit = _recorded_outputs(a, (a.max_logit, a.output_f32))
+        return *outputs, _or_empty(max_logit, a.q)
+    with below_autograd():
+        return extra_op(*arguments)
 
 
-def _backward_autograd(*args):
-    if differentiates(x for x in args[:8] if x is not None):
-        return apply(_AttentionGradient, *args)
-    with _below_autograd():
-        return backward_op(*args)
+def _backward_autograd(*arguments):
+    if differentiates(present(arguments[: BACKWARD.operand_count])):
+        return apply(_AttentionGradient, *arguments)
+    with below_autograd():
+        return backward_op(*arguments)
 
 
 _library.impl("forward", _forward_autograd, "Autograd")
@@ -313,7 +308,7 @@ _library.impl("backward", _backward_autograd, "Autograd")
 
 
 def _register_autocast(device_type: str, key: str) -> None:
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    without_autocast = _torch_private.without_autocast(device_type, key)
 
     def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
         castable = x.is_floating_point() and x.dtype is not torch.float64
@@ -322,7 +317,7 @@ def _register_autocast(device_type: str, key: str) -> None:
     def casting(op):
         def call(q, k, v, *rest):
             dtype = torch.get_autocast_dtype(device_type)
-            with torch._C._ExcludeDispatchKeyGuard(keys):
+            with without_autocast():
                 return op(cast(q, dtype), cast(k, dtype), cast(v, dtype), *rest)
 
         return call
@@ -367,30 +362,31 @@ def mapped_in_a_loop(call, info, in_dims, *args):
     return results, (0,) * len(results)
 
 
-def _mapped(call, operand_count: int, info, in_dims, *args):
-    """``call`` over a mapped dimension: one call for dense tensors, a loop for packed ones."""
+def _mapped(op, signature, info, in_dims, *args):
+    """``op`` over a mapped dimension: one call for dense tensors, a loop for packed ones."""
     size = info.batch_size
-    if args[operand_count] is not None:  # cu_seqlens_q
-        return mapped_in_a_loop(call, info, in_dims, *args)
+    if signature.split(args).call.cu_seqlens_q is not None:
+        return mapped_in_a_loop(op, info, in_dims, *args)
+    operand_count = signature.operand_count
     operands = (
         _fold(x, dim, size)
         for x, dim in zip(args[:operand_count], in_dims[:operand_count], strict=True)
     )
-    answer = call(*operands, *args[operand_count:])
+    answer = op(*operands, *args[operand_count:])
     results = tuple(x.unflatten(0, (size, -1)) for x in answer)
     return results, (0,) * len(results)
 
 
 def _vmap_forward(info, in_dims, *args):
-    return _mapped(forward_op, 3, info, in_dims, *args)
+    return _mapped(forward_op, FORWARD, info, in_dims, *args)
 
 
 def _vmap_extra(info, in_dims, *args):
-    return _mapped(extra_op, 3, info, in_dims, *args)
+    return _mapped(extra_op, FORWARD_EXTRA, info, in_dims, *args)
 
 
 def _vmap_backward(info, in_dims, *args):
-    return _mapped(backward_op, 8, info, in_dims, *args)
+    return _mapped(backward_op, BACKWARD, info, in_dims, *args)
 
 
 torch.library.register_vmap("pantile::forward", _vmap_forward, lib=_library)
@@ -401,125 +397,55 @@ torch.library.register_vmap("pantile::backward", _vmap_backward, lib=_library)
 # ---- FLOPs: two products forward; five backward, of which the recomputed scores are one
 
 
-def visible_pairs_of_call(batch, rows, keys, settings) -> int:
+def visible_pairs_of_call(batch, rows, keys, call) -> int:
     """(query row, key) pairs of one head that the mask lets through, over the batch.
 
     ``batch``, ``rows`` and ``keys`` are those of dense tensors. Packed sequences are counted by
     their lengths; where these have no contents that can be read (fake, meta and wrapped tensors),
     as if all were the longest.
     """
-    cu_seqlens = settings[:2]
-    bounds = settings[7:9]
-    if cu_seqlens[0] is None:
-        return batch * visible_pairs(rows, keys, *bounds)
+    cu_seqlens = call.cu_seqlens_q, call.cu_seqlens_k
+    window = call.window_left, call.window_right
+    if call.cu_seqlens_q is None:
+        return batch * visible_pairs(rows, keys, *window)
     if not all(is_plain(x) for x in cu_seqlens):
-        return (cu_seqlens[0].shape[0] - 1) * visible_pairs(settings[4], settings[5], *bounds)
+        sequences = call.cu_seqlens_q.shape[0] - 1
+        return sequences * visible_pairs(call.max_seqlen_q, call.max_seqlen_k, *window)
     lengths = zip(*(x.diff().tolist() for x in cu_seqlens), strict=True)
-    return sum(visible_pairs(sq, sk, *bounds) for sq, sk in lengths)
+    return sum(visible_pairs(sq, sk, *window) for sq, sk in lengths)
 
 
-def _pairs(q, k, rest) -> int:
+def _pairs(a) -> int:
     """Over batch and query heads."""
-    return q.shape[-2] * visible_pairs_of_call(q.shape[0], q.shape[1], k.shape[1], rest)
+    batch, rows, keys = a.q.shape[0], a.q.shape[1], a.k.shape[1]
+    return a.q.shape[-2] * visible_pairs_of_call(batch, rows, keys, a.call)
 
 
-@flop_counter.register_flop_formula(
-    [torch.ops.pantile.forward, torch.ops.pantile.forward_extra], get_raw=True
-)
-def _forward_flops(q, k, v, *rest, out_val=None, **_) -> int:
-    return 2 * _pairs(q, k, rest) * (q.shape[-1] + v.shape[-1])
+def _forward_flops(signature):
+    def formula(*arguments, out_val=None, **_) -> int:
+        a = signature.split(arguments)
+        return 2 * _pairs(a) * (a.q.shape[-1] + a.v.shape[-1])
+
+    return formula
 
 
-@flop_counter.register_flop_formula(torch.ops.pantile.backward, get_raw=True)
-def _backward_flops(grad_o, grad_lse, q, k, v, o, o_low, lse, *rest, out_val=None, **_) -> int:
-    return 2 * _pairs(q, k, rest) * (3 * q.shape[-1] + 2 * v.shape[-1])
+def _backward_flops(*arguments, out_val=None, **_) -> int:
+    a = BACKWARD.split(arguments)
+    return 2 * _pairs(a) * (3 * a.q.shape[-1] + 2 * a.v.shape[-1])
 
 
-# ---- the short cut of plain eager calls
+for _op, _formula in (
+    (torch.ops.pantile.forward, _forward_flops(FORWARD)),
+    (torch.ops.pantile.forward_extra, _forward_flops(FORWARD_EXTRA)),
+    (torch.ops.pantile.backward, _backward_flops),
+):
+    flop_counter.register_flop_formula(_op, get_raw=True)(_formula)
 
 
-def _key_set(*names: str) -> int:
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
-    for name in names[1:]:
-        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-    return keys.raw_repr()
+# ---- calls
 
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-# Dispatch keys of ordinary tensors, and of those made in inference mode: not sparse, nested, lazily
-# negated, fake, wrapped by a transform or on another device.
-_PLAIN_KEYS = {
-    *(_key_set(d, "ADInplaceOrView", f"Autograd{d}", f"Autocast{d}") for d in ("CPU", "CUDA")),
-    *(_key_set(d, f"Autocast{d}") for d in ("CPU", "CUDA")),
-}
-_keys_of = torch._C._dispatch_keys
-_is_compiling = torch.compiler.is_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_autocasting = torch._C._is_any_autocast_enabled
-_profiling = torch.autograd._profiler_enabled
-_tracing = torch._C._get_tracing_state
-_grad_enabled = torch.is_grad_enabled
-
-
-def _forward_mode() -> bool:
-    return forward_ad._current_level >= 0
-
-
-_WATCHERS = (
-    _in_transform,
-    _dispatch_modes,
-    _function_modes,
-    _autocasting,
-    _profiling,
-    _tracing,
-    _forward_mode,
-)
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_AUTOGRAD_KEYS = {
-    False: torch._C.DispatchKey.AutogradCPU,
-    True: torch._C.DispatchKey.AutogradCUDA,
-}
 # What Function.apply comes to when no torch.func transform is active, without asking again.
 _apply_directly = super(torch.autograd.Function, _Attention).apply
-
-
-def is_plain(x: Tensor) -> bool:
-    """An ordinary dense tensor whose memory holds its values."""
-    return type(x) in _PLAIN_TYPES and _keys_of(x).raw_repr() in _PLAIN_KEYS
-
-
-def present(tensors) -> tuple[Tensor, ...]:
-    return tuple(x for x in tensors if x is not None)
-
-
-def takes_short_cut(tensors: tuple[Tensor, ...]) -> bool:
-    """Ordinary dense tensors, and no mode, transform, tracer, autocast or profiler at work.
-
-    ``tensors`` are all that the bindings would read: what is lazily negated, lazily zero, a
-    subclass or wrapped is made ordinary by the dispatcher and by nothing else.
-    """
-    if _is_compiling():
-        return False
-    for x in tensors:
-        if not is_plain(x):
-            return False
-    for watches in _WATCHERS:  # noqa: SIM110 (a generator costs as much as the calls)
-        if watches():
-            return False
-    return True
-
-
-# For _C.attend. Where C++ cannot read torch's thread count, run_forward must pass it on.
-if THREADS_FOLLOW:
-    _C.set_plain(torch.nn.Parameter, _grad_enabled, _WATCHERS, torch.empty_like)
-
-
-def _records(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether autograd wants to know; not inside another operator's kernel, below autograd."""
-    if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return not _is_excluded(_AUTOGRAD_KEYS[q.is_cuda])
-    return False
 
 
 def _chosen(o, lse, max_logit, return_lse: bool):
@@ -528,29 +454,29 @@ def _chosen(o, lse, max_logit, return_lse: bool):
     return (o, lse) if return_lse else o
 
 
-def attention(q, k, v, settings, deterministic, checked, return_lse, extras):
-    """o, or a tuple of o and what else is wanted, by the shortest way that torch's state allows."""
+def attention(q, k, v, call, deterministic, checked, return_lse, extras):
+    """o, or a tuple of o and what else is wanted, by the shortest way that torch's state allows.
+
+    ``call``: that of the bindings, unless the call is traced.
+    """
     operands = (q, k, v)
-    if settings[0] is not None:
-        operands += present(settings[:LENGTHS_COUNT])
-    if takes_short_cut(operands):
-        if _records(q, k, v):
-            call = (settings, deterministic, checked, True, (return_lse, False), extras)
-            return _apply_directly(q, k, v, call, False)
+    if call.cu_seqlens_q is not None:
+        operands += present(lengths_of(call))
+    if type(call) is _C.Call and nothing_watches(operands):
+        if records(q, k, v):
+            how = (call, deterministic, checked, True, (return_lse, False), extras)
+            return _apply_directly(q, k, v, how, False)
         if return_lse or extras is not None:
-            o, lse, _, max_logit = run_forward(q, k, v, settings, checked, return_lse, extras)
+            o, lse, _, max_logit = run_forward(q, k, v, call, checked, return_lse, extras)
             return _chosen(o, lse, max_logit, return_lse)
-        return run_forward(q, k, v, settings, checked, False)[0]
-    if not _is_compiling():
-        prepare(q, k, v, settings[:LENGTHS_COUNT])
-    o, lse, _, max_logit = _dispatch(q, k, v, settings, deterministic, checked, False, extras)
+        return run_forward(q, k, v, call, checked, False)[0]
+    if not is_compiling():
+        prepare(q, k, v, lengths_of(call))
+    o, lse, _, max_logit = _dispatch(q, k, v, call, deterministic, checked, False, extras)
     return _chosen(o, lse, max_logit, return_lse)
 
 
-def plain_attention(q, k, v, causal: bool, settings):
-    """o, for a call that says no more than ``causal``."""
-    if not _is_compiling():
-        o = _C.attend(q, k, v, causal, settings[BACKEND_SETTING])
-        if o is not None:
-            return o
-    return attention(q, k, v, settings, False, False, False, None)
+def plain_attention(q, k, v, call: _C.Call):
+    """o, for a call that says no more than ``causal``; not traced."""
+    o = _C.attend(q, k, v, call)
+    return attention(q, k, v, call, False, False, False, None) if o is None else o

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from pantile._types import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,29 +19,33 @@ class Quantized:
     A code times its scale is the number it stands for.
     """
 
-    codes_q: Any  # float8_e4m3fn [heads_q, rows, head_dim rounded up to 16]
-    codes_k: Any  # float8_e4m3fn [heads_k, rows, head_dim rounded up to 16]
-    codes_v: Any  # float8_e4m3fn [heads_k, blocks, head_dim_v, 128]
-    scale_q: Any  # float32 [heads_q, scales]
-    scale_kv: Any  # float32 [heads_k, scales, 2]
-    nonfinite_v: Any  # int32 [heads_k, blocks, head_dim_v, 4]; read where a scale of V is negative
-    q_dot_mean: Any  # float32 [heads_q, rows]; empty without K smoothing
-    mean_k: Any  # float32 [batch, heads_k, head_dim]; empty without K smoothing
-    shape_q: tuple  # of q
-    shape_k: tuple  # of k
+    codes_q: Tensor  # float8_e4m3fn [heads_q, rows, head_dim rounded up to 16]
+    codes_k: Tensor  # float8_e4m3fn [heads_k, rows, head_dim rounded up to 16]
+    codes_v: Tensor  # float8_e4m3fn [heads_k, blocks, head_dim_v, 128]
+    scale_q: Tensor  # float32 [heads_q, scales]
+    scale_kv: Tensor  # float32 [heads_k, scales, 2]
+    nonfinite_v: (
+        Tensor  # int32 [heads_k, blocks, head_dim_v, 4]; read where a scale of V is negative
+    )
+    q_dot_mean: Tensor  # float32 [heads_q, rows]; empty without K smoothing
+    mean_k: Tensor  # float32 [batch, heads_k, head_dim]; empty without K smoothing
+    shape_q: tuple[int, ...]  # of q
+    shape_k: tuple[int, ...]  # of k
     block_q: int
     block_k: int
     hadamard: bool
     smooth_k: bool
-    dtype: Any  # of the attention's output
-    lengths: tuple = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    longest: tuple = (0, 0)  # max_seqlen_q, max_seqlen_k
+    dtype: torch.dtype  # of the attention's output
+    lengths: tuple[Any, ...] = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    longest: tuple[int, int] = (0, 0)  # max_seqlen_q, max_seqlen_k
     # q, k and v where they require a gradient: the backward works on them, not on the codes.
-    source: tuple = field(default=(None, None, None), repr=False)
-    versions: tuple = field(default=(), repr=False)  # of those tensors, when they were quantised
+    source: tuple[Any, ...] = field(default=(None, None, None), repr=False)
+    versions: tuple[int, ...] = field(
+        default=(), repr=False
+    )  # of those tensors, when they were quantised
 
     @property
-    def operands(self) -> tuple:
+    def operands(self) -> tuple[Tensor, ...]:
         """The tensors, in the order of the operator ``pantile::quantize``."""
         return (
             self.codes_q,

@@ -16,6 +16,7 @@ import torch
 from pantile import reference
 from pantile._direct import split_output
 from pantile._masks import window_bounds
+from pantile._schema import Call
 
 HERE = __file__.rpartition("/")[0]
 
@@ -425,7 +426,7 @@ class Dirt:
     @contextlib.contextmanager
     def spread(self):
         """While it lasts, pantile's calls of torch's allocating functions answer filled buffers."""
-        from pantile import _C, _ops, _runtime
+        from pantile import _C, _fast_path, _runtime
 
         if not self.launches:
             yield self
@@ -443,11 +444,11 @@ class Dirt:
             return allocate
 
         dirty = {key: wrapped(original) for key, original in originals.items()}
-        plain = (torch.nn.Parameter, _ops._grad_enabled, _ops._WATCHERS)
+        plain = (torch.nn.Parameter, _fast_path.grad_enabled, _fast_path.WATCHERS)
         try:
             for (owner, name), function in dirty.items():
                 setattr(owner, name, function)
-            if _ops.THREADS_FOLLOW:
+            if _fast_path.THREADS_FOLLOW:
                 _C.set_plain(*plain, dirty[torch, "empty_like"])
             with _runtime.checked_workspaces(self.fill):
                 yield self
@@ -456,7 +457,7 @@ class Dirt:
                 setattr(owner, name, original)
             if not own:
                 del torch.Tensor.new_empty
-            if _ops.THREADS_FOLLOW:
+            if _fast_path.THREADS_FOLLOW:
                 _C.set_plain(*plain, torch.empty_like)
 
 
@@ -546,7 +547,7 @@ def run_backward(case: Case, target: Target, inputs, deterministic: bool = False
     o, o_low, lse, grad_o, grad_lse = inputs
     bounds = (*case.lengths, None, None, *case.longest) if case.lengths else (None,) * 4 + (0, 0)
     mask = window_bounds(case.arguments.get("causal", False), case.arguments.get("window"))
-    settings = (*bounds, case.arguments.get("scale"), *mask, target.backend)
+    settings = Call(*bounds, case.arguments.get("scale"), *mask, target.backend)
     return torch.ops.pantile.backward(
         grad_o, grad_lse, *case.operands, o, o_low, lse, *settings, deterministic
     )

@@ -10,6 +10,8 @@ import pytest
 import torch
 from pantile import _C, reference
 from pantile._masks import window_bounds
+from pantile._schema import Call, bind
+from pantile.experimental import SoftmaxOptions
 from support import Target, bits, dense, gradients
 
 pantile.load_torch()
@@ -257,6 +259,11 @@ TRIALS = {
 }
 
 
+def trial_options(**chosen) -> pantile.Options:
+    softmax = SoftmaxOptions(softmax="tensor", **chosen)
+    return pantile.Options(backend="ampere", softmax=softmax)
+
+
 @pytest.mark.experiments
 @pytest.mark.parametrize("trial", TRIALS)
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -264,7 +271,7 @@ TRIALS = {
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_trials_leave_other_rows_alone(trial, head_dim, name, value):
     """Rows long enough for key tiles without a mask, which the first run scales on tensor cores."""
-    options = pantile.Options(backend="ampere", softmax="tensor", **TRIALS[trial])
+    options = trial_options(**TRIALS[trial])
     case = dense(GPU, DTYPES[name], 1, 1000, 1000, 2, 2, head_dim, causal=True)
     case.q = case.q * 3
     clean = case.ours(*case.operands, options=options)
@@ -292,7 +299,7 @@ def test_trials_leave_other_rows_alone(trial, head_dim, name, value):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_values_that_are_not_finite_beside_the_surrogate(head_dim):
     """Seen by some rows of a tile, and then O of all of them is rescaled on tensor cores."""
-    options = pantile.Options(backend="ampere", softmax="tensor", softmax_mode="surrogate")
+    options = trial_options(softmax_mode="surrogate")
     case = dense(GPU, torch.bfloat16, 1, 400, 400, 1, 1, head_dim, causal=True, scale=0.5)
     case.k = case.k * torch.linspace(8, 1, 400, device="cuda")[None, :, None, None].to(case.k)
     clean = case.ours(*case.operands, options=options)[0]
@@ -346,12 +353,8 @@ def test_low_bits_are_what_o_lacks(name, causal, head_dim, head_dim_v):
 def run_forward(case, o, lse, low) -> None:
     """As the operator does it, with the LSE, whose softmax is on vector units."""
     left, right = window_bounds(case.arguments.get("causal", False), None)
-    lengths = (None,) * 4 + (0, 0)
-    scale = case.q.shape[-1] ** -0.5
-    assert (
-        _C.forward(*case.operands, o, lse, low, None, *lengths, scale, left, right, "ampere;vector")
-        == 0
-    )
+    call = Call(window_left=left, window_right=right, backend="ampere", softmax="vector")
+    assert _C.forward(*case.operands, o, lse, low, None, bind(call)) == 0
 
 
 @pytest.mark.parametrize("name", ["bf16", "f16"])
@@ -370,10 +373,9 @@ def test_delta_does_not_carry_the_rounding_of_o(name, head_dim, head_dim_v, dete
     grad_o = torch.randn(o.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     grad_o = grad_o.to(dtype)
     found = [torch.empty_like(x) for x in case.operands]
-    lengths = (None,) * 4 + (0, 0)
-    settings = (head_dim**-0.5, -1, -1, "ampere", deterministic)
+    call = bind(Call(backend="ampere"))
     inputs = (*case.operands, o, low, lse)
-    assert _C.backward(grad_o, None, *inputs, *found, *lengths, *settings) == 0
+    assert _C.backward(grad_o, None, *inputs, *found, call, deterministic) == 0
     doubles = [x.double() for x in case.operands]
     exact = gradients(lambda *x: case.expected(*x, None), doubles, grad_o)[2:]
     textbook = gradients(lambda *x: case.expected(*x, None), case.operands, grad_o)[2:]

@@ -15,6 +15,7 @@ import numpy as np
 import pantile
 import pytest
 import torch
+from pantile.experimental import SoftmaxOptions
 
 OUR_ERRORS = (ValueError, TypeError, pantile.UnsupportedError)
 
@@ -171,6 +172,8 @@ CALLS = {
     "quantize_codes": (pantile.quantize, codes),
     "merge_attention": (pantile.merge_attention, partials),
     "Options": (lambda **given: attend_with(**given), dict),
+    "SoftmaxOptions": (lambda **given: attend_softmax(**given), dict),
+    "fp8.attention": (pantile.fp8.attention, lambda: {"operands": pantile.quantize(**dense())}),
 }
 # Without arguments, or holding answers: nothing to get wrong.
 PLAIN = {
@@ -183,6 +186,8 @@ PLAIN = {
     "build_info",
     "cuda_reason",
     "devices",
+    "experimental",
+    "fp8",
     "kernels",
     "load_torch",
 }
@@ -192,9 +197,14 @@ def attend_with(**given):
     return pantile.attention(**dense(), options=pantile.Options(**given))
 
 
+def attend_softmax(**given):
+    return attend_with(softmax=SoftmaxOptions(**given))
+
+
 def parameters(name: str) -> list[str]:
-    function = pantile.Options if name == "Options" else CALLS[name][0]
-    return list(inspect.signature(function).parameters)
+    classes = {"Options": pantile.Options, "SoftmaxOptions": SoftmaxOptions}
+    found = inspect.signature(classes.get(name, CALLS[name][0])).parameters.values()
+    return [x.name for x in found if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
 
 
 def test_every_public_function_is_here():
@@ -335,12 +345,13 @@ def test_quantized_operands_know_their_lengths():
 def test_options_survive_a_round_trip():
     for options in (
         pantile.Options(),
-        pantile.Options("cpu", checked=True, rescale_threshold=2.5, output_dtype=torch.float32),
-        pantile.Options(softmax="tensor", tensor_share=0.5, tensor_split="rows"),
+        pantile.Options("cpu", checked=True, output_dtype=torch.float32),
+        pantile.Options(softmax="tensor"),
+        pantile.Options(softmax=SoftmaxOptions("tensor", tensor_share=0.5, tensor_split="rows")),
     ):
         again = pantile.Options(**dataclasses.asdict(options))
         assert again == options
         for exact in (False, True):
-            assert again.backend_setting(exact) == options.backend_setting(exact)
+            assert again.call_fields[exact] == options.call_fields[exact]
         changed = dataclasses.replace(options, backend="reference")
-        assert changed.backend_setting(False).startswith("reference")
+        assert changed.call_fields[0] == ("reference", *options.call_fields[0][1:])

@@ -8,6 +8,8 @@ import numpy as np
 import pantile
 import pytest
 import torch
+from pantile._schema import Call, bind
+from pantile.experimental import SoftmaxOptions
 
 
 def tensors(**changes):
@@ -313,19 +315,96 @@ CASES = {
         "softmax is 'gpu'; it must be one of auto, vector, tensor",
     ),
     "tensor_share_third": (
-        lambda: pantile.Options(softmax="tensor", tensor_share=0.3),
+        lambda: SoftmaxOptions(softmax="tensor", tensor_share=0.3),
         ValueError,
         "tensor_share is 0.3; it must be one of 0, 0.25, 0.5, 1, or None for the table",
     ),
     "softmax_mode_unknown": (
-        lambda: pantile.Options(softmax_mode="paper"),
+        lambda: SoftmaxOptions(softmax_mode="paper"),
         ValueError,
         "softmax_mode is 'paper'; it must be one of exact, surrogate, fast_scale",
     ),
     "rescale_threshold_text": (
-        lambda: pantile.Options(rescale_threshold="8"),
+        lambda: SoftmaxOptions(rescale_threshold="8"),
         TypeError,
         "rescale_threshold is '8'; it must be a real number",
+    ),
+    "softmax_of_another_class": (
+        lambda: pantile.Options(softmax=pantile.Options()),
+        ValueError,
+        "softmax is Options(backend='auto', float32_precision='auto', checked=False, fp8=False, "
+        "f...; it must be one of auto, vector, tensor",
+    ),
+    **{
+        f"moved_{name}": (
+            lambda name=name: pantile.Options(**{name: 1}),
+            TypeError,
+            f"{name} is an option of pantile.experimental.SoftmaxOptions; use "
+            f"pantile.Options(softmax=pantile.experimental.SoftmaxOptions({name}=...))",
+        )
+        for name in (
+            *("tensor_share", "tensor_split", "softmax_mode", "rescale_threshold"),
+            *("p_max_offset", "min_exponent_log2"),
+        )
+    },
+    # arguments of other libraries
+    "is_causal": (
+        call({"is_causal": True}),
+        TypeError,
+        "attention() has no argument is_causal: use causal, which is aligned to the bottom right",
+    ),
+    "softmax_scale": (
+        varlen(softmax_scale=0.5),
+        TypeError,
+        "varlen_attention() has no argument softmax_scale: use scale",
+    ),
+    "dropout_p": (
+        call({"dropout_p": 0.0}),
+        TypeError,
+        "attention() has no argument dropout_p: it is not supported; leave it out",
+    ),
+    "attn_mask": (
+        call({"attn_mask": torch.ones(4, 6)}),
+        TypeError,
+        "attention() has no argument attn_mask: it is not supported; leave it out",
+    ),
+    "lengths_of_dense_tensors": (
+        call({"cu_seqlens_q": torch.zeros(3)}),
+        TypeError,
+        "attention() has no argument cu_seqlens_q: use varlen_attention",
+    ),
+    "misspelt": (
+        call({"return_les": True}),
+        TypeError,
+        "attention() has no argument return_les: did you mean return_lse?",
+    ),
+    "unknown": (
+        lambda: pantile.fp8.quantize(*[torch.randn(1, 4, 2, 8)] * 3, colour=1),
+        TypeError,
+        "quantize() has no argument colour: it has seqused_q, seqused_k, block, block_q, "
+        "hadamard, smooth_k, descale_q, descale_k, descale_v, options",
+    ),
+    "explain_is_causal": (
+        lambda: pantile.explain(*[torch.randn(1, 4, 2, 8)] * 3, is_causal=True),
+        TypeError,
+        "explain() has no argument is_causal: use causal, which is aligned to the bottom right",
+    ),
+    "dropout_by_position": (
+        lambda: pantile.attention(*[torch.randn(1, 4, 2, 8)] * 3, 0.1),
+        TypeError,
+        "attention() takes no more arguments by position; give causal, window, scale, "
+        "return_lse, return_max_logit, deterministic, options by name",
+    ),
+    "fp8_of_tensors": (
+        lambda: pantile.fp8.attention(torch.randn(1, 4, 2, 8)),
+        TypeError,
+        "operands is a Tensor of shape [1, 4, 2, 8] and dtype float32; it must be what "
+        "pantile.fp8.quantize(q, k, v) returns",
+    ),
+    "fp8_softmax_scale": (
+        lambda: pantile.fp8.attention(None, sm_scale=1.0),
+        TypeError,
+        "fp8.attention() has no argument sm_scale: use scale",
     ),
     # packed
     "varlen_rank_4": (
@@ -475,9 +554,9 @@ def test_nothing_is_written():
     """A refused call leaves its output alone: the operator's out tensors are never launched on."""
     q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)
     o, lse = torch.full_like(q, 7.0), torch.full((1, 2, 4), 7.0)
-    settings = (None, None, None, None, 0, 0, float("nan"), -1, -1, "auto")
+    call = bind(Call(scale=float("nan")))
     with pytest.raises(ValueError, match="scale is nan"):
-        pantile._C.forward(q, k, v, o, lse, None, None, *settings)
+        pantile._C.forward(q, k, v, o, lse, None, None, call)
     assert (o == 7).all()
     assert (lse == 7).all()
 
@@ -492,7 +571,7 @@ def test_unimplemented_arguments_are_refused():
 
 def test_arguments_after_v_are_keywords():
     made = tensors()
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(TypeError, match="by position"):
         pantile.attention(made["q"], made["k"], made["v"], True)
 
 

@@ -26,12 +26,12 @@ class Picky:
         return (_direct.PAD_HEAD_DIMS if odd else 0) | (_direct.FOLD_SCALE if folds else 0)
 
     def forward(self, q, k, v, *rest):
-        bits = self._demand(q, v, rest[10])
+        bits = self._demand(q, v, rest[4].scale)
         self.runs += not bits
         return bits or _C.forward(q, k, v, *rest)
 
     def backward(self, grad_o, grad_lse, q, k, v, *rest):
-        bits = self._demand(q, v, rest[12])
+        bits = self._demand(q, v, rest[6].scale)
         self.runs += not bits
         return bits or _C.backward(grad_o, grad_lse, q, k, v, *rest)
 

@@ -9,6 +9,7 @@ import threading
 import pantile
 import pytest
 import torch
+from pantile._schema import Call, bind
 from support import (
     NAMES,
     Target,
@@ -154,10 +155,10 @@ def test_unused_rows_are_written(target, output_dtype):
     ]
     case.arguments |= {"seqused_q": used[0], "seqused_k": used[1]}
     require_kernel(case, target)
-    settings = (*case.lengths, *used, *case.longest, None, -1, 0, target.backend)
+    call = bind(Call(*case.lengths, *used, *case.longest, None, -1, 0, target.backend))
     o = torch.full(case.q.shape, 7.0, dtype=output_dtype or dtype, device=target.device)
     lse = torch.full((4, 210), 7.0, device=target.device)
-    assert pantile._C.forward(*case.operands, o, lse, None, None, *settings) == 0
+    assert pantile._C.forward(*case.operands, o, lse, None, None, call) == 0
     unused_q, unused_k = torch.ones(210, dtype=torch.bool), torch.ones(119, dtype=torch.bool)
     unused_q[:17] = unused_q[40 : 40 + 130] = False
     unused_k[:33] = unused_k[50:52] = False
@@ -168,7 +169,7 @@ def test_unused_rows_are_written(target, output_dtype):
         return
     grads = [torch.full_like(x, 7.0) for x in case.operands]
     inputs = torch.ones_like(o), None, *case.operands, o, None, lse
-    assert pantile._C.backward(*inputs, *grads, *settings, False) == 0
+    assert pantile._C.backward(*inputs, *grads, call, False) == 0
     for gradient, unused in zip(grads, (unused_q, unused_k, unused_k), strict=True):
         assert not gradient[unused].any()
         assert gradient[:17].any()

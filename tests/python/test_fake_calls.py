@@ -6,12 +6,13 @@ from __future__ import annotations
 import pantile
 import pytest
 import torch
+from pantile._schema import LENGTHS, Call
 from torch._dynamo.testing import CompileCounter
 
 pantile.load_torch()
 E4M3 = torch.float8_e4m3fn
 
-DENSE = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"))
+DENSE = dict.fromkeys(LENGTHS)
 
 
 def ints(*values, dtype=torch.int32):
@@ -31,13 +32,10 @@ def forward(packed=False, dtype=torch.float32, **changes) -> dict:
         "q": torch.zeros(*lead_q, 4, 8, dtype=dtype),
         "k": torch.zeros(*lead_k, 2, 8, dtype=dtype),
         "v": torch.zeros(*lead_k, 2, 16, dtype=dtype),
+        **Call(window_right=0)._asdict(),
         **(lengths if packed else DENSE),
         "max_seqlen_q": 4 if packed else 0,
         "max_seqlen_k": 6 if packed else 0,
-        "scale": None,
-        "window_left": -1,
-        "window_right": 0,
-        "backend": "auto",
         "deterministic": False,
         "checked": False,
         "keep_low": True,

@@ -9,6 +9,7 @@ import pantile
 import pantile.reference
 import pytest
 import torch
+from pantile._schema import Call
 from support import DTYPES, Target, assert_same_bits, fp8_exps, run_python
 
 EXPS = ("code", "mixed", "exp2")
@@ -734,7 +735,7 @@ def test_opcheck():
         torch.library.opcheck(
             torch.ops.pantile.fp8_forward,
             (
-                *(*source, *made, *lengths, 0, 0, None, -1, 0, "auto"),
+                *(*source, *made, *Call(window_right=0)),
                 *(1, 128, 256, 64, torch.bfloat16, 128, 128, True, "code", False, False),
             ),
             test_utils=(*checks, "test_aot_dispatch_dynamic"),

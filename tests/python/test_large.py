@@ -21,6 +21,7 @@ import torch
 from fp8_format import ROWS as BLOCK_ROWS
 from fp8_format import dequantize
 from pantile._masks import window_bounds
+from pantile._schema import Call
 from support import (
     DTYPES,
     HERE,
@@ -258,7 +259,7 @@ def backward_alone(case: Case, target: Target, truth, grads, deterministic: bool
     if not any(x is not None for x in used):
         return lambda: run_backward(case, target, (o, o_low, lse, *grads), deterministic)
     mask = window_bounds(case.arguments.get("causal", False), case.arguments.get("window"))
-    settings = (*case.lengths, *used, *case.longest, None, *mask, target.backend)
+    settings = Call(*case.lengths, *used, *case.longest, None, *mask, target.backend)
     return lambda: torch.ops.pantile.backward(
         grads[0], grads[1], *case.operands, o, o_low, lse, *settings, deterministic
     )

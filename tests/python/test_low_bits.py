@@ -7,6 +7,7 @@ import pantile.reference
 import pytest
 import torch
 from pantile import _C, _direct
+from pantile._schema import Call
 from support import assert_same_bits, bits, gradients
 from test_changes import Picky
 from torch.utils.checkpoint import checkpoint
@@ -85,11 +86,12 @@ def test_split_output(dtype):
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_kernels_write_what_the_float32_output_says(dtype, packed):
     q, k, v = operands(dtype, dim=72)
-    settings = (None, None, None, None, 0, 0, None, -1, 0, "auto", False, False)
+    call = Call(window_right=0)
     if packed:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         lengths = [torch.tensor(x, dtype=torch.int32) for x in ([0, 60, 260], [0, 100, 300])]
-        settings = (*lengths, None, None, 200, 200, *settings[6:])
+        call = Call(*lengths, max_seqlen_q=200, max_seqlen_k=200, window_right=0)
+    settings = (*call, False, False)
     op = torch.ops.pantile.forward_extra
     o, lse, o_low, _ = op(q, k, v, *settings, True, False, False)
     exact, exact_lse, derived_low, _ = op(q, k, v, *settings, True, False, True)
@@ -155,7 +157,7 @@ def test_not_written_without_need(monkeypatch, grad):
 @pytest.mark.parametrize("keep_low", [False, True])
 def test_the_operator_returns_what_it_is_asked_for(keep_low):
     """Whether autograd keeps them for itself or not."""
-    settings = (None, None, None, None, 0, 0, None, -1, 0, "auto", False, False, keep_low)
+    settings = (*Call(window_right=0), False, False, keep_low)
     for tensors in (operands(), leaves_of(operands())):
         _, _, o_low = torch.ops.pantile.forward(*tensors, *settings)
         assert o_low.shape == ((2 if keep_low else 0), 130, 4, 64)
@@ -169,7 +171,7 @@ def test_the_operator_returns_what_it_is_asked_for(keep_low):
 def test_opcheck(grad, keep_low):
     tensors = operands(rows=6, keys=9, dim=8)
     tensors = leaves_of(tensors) if grad else tensors
-    settings = (None, None, None, None, 0, 0, None, -1, 0, "auto")
+    settings = Call(window_right=0)
     torch.library.opcheck(
         torch.ops.pantile.forward.default, (*tensors, *settings, False, False, keep_low)
     )
@@ -248,7 +250,7 @@ def test_jacobian_of_one_sequence():
 @pytest.mark.parametrize("form", ["strided", "unaligned"])
 def test_low_bits_in_another_layout(form):
     q, k, v = operands()
-    settings = (None, None, None, None, 0, 0, None, -1, 0, "auto")
+    settings = Call(window_right=0)
     o, lse, o_low = torch.ops.pantile.forward(q, k, v, *settings, False, False, True)
     if form == "strided":
         other = torch.stack([o_low, o_low], -1)[..., 0]

@@ -5,8 +5,9 @@ import pantile
 import pytest
 import torch
 from pantile import _C
+from pantile._schema import Call, bind
 
-SETTINGS = (None, None, None, None, 0, 0, None, -1, 0, "auto")
+CALL = bind(Call(window_right=0))
 SHIFTS = {torch.bfloat16: 8, torch.float16: 5}
 
 
@@ -24,9 +25,9 @@ def test_low_bits_are_those_of_the_float_output(dtype):
     q, k, v = made(dtype)
     o, lse = outputs(q)
     low = torch.full(q.shape, 85, dtype=torch.int8)
-    assert _C.forward(q, k, v, o, lse, low, None, *SETTINGS) == 0
+    assert _C.forward(q, k, v, o, lse, low, None, CALL) == 0
     exact = torch.empty(q.shape)
-    assert _C.forward(q, k, v, exact, lse, None, None, *SETTINGS) == 0
+    assert _C.forward(q, k, v, exact, lse, None, None, CALL) == 0
     distance = exact.view(torch.int32) - o.float().view(torch.int32)
     shift = SHIFTS[dtype]
     steps = distance + (1 << shift - 1) >> shift
@@ -39,14 +40,14 @@ def test_gradients_take_them():
     k, v = k + 3, v + 3
     o, lse = outputs(q)
     low = torch.empty(q.shape, dtype=torch.int8)
-    _C.forward(q, k, v, o, lse, low, None, *SETTINGS)
+    _C.forward(q, k, v, o, lse, low, None, CALL)
     grad_o = torch.randn(o.shape).to(o.dtype)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     pantile.reference.attention(*exact, causal=True)[0].backward(grad_o.double())
     errors = []
     for given in (None, low):
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        assert _C.backward(grad_o, None, q, k, v, o, given, lse, *grads, *SETTINGS, False) == 0
+        assert _C.backward(grad_o, None, q, k, v, o, given, lse, *grads, CALL, False) == 0
         error = (grads[0].double() - exact[0].grad).norm() / exact[0].grad.norm()
         errors.append(error.item())
     assert errors[1] < 0.004 < 0.03 < errors[0]
@@ -62,15 +63,15 @@ def test_plans_are_kept_apart():
     _C.set_plan_log(seen.append)
     try:
         for given in (None, low, None, low):
-            assert _C.forward(q, k, v, o, lse, given, None, *SETTINGS) == 0
+            assert _C.forward(q, k, v, o, lse, given, None, CALL) == 0
             inputs = torch.ones_like(o), None, q, k, v, o, given, lse
-            assert _C.backward(*inputs, *grads, *SETTINGS, False) == 0
+            assert _C.backward(*inputs, *grads, CALL, False) == 0
     finally:
         _C.set_plan_log(None)
     assert all("o_low" in line for line in seen[2:])
-    explained = _C.explain(q, k, v, *SETTINGS, False, o_low=True)
+    explained = _C.explain(q, k, v, CALL, False, o_low=True)
     assert [row["o_low"] for row in explained] == [True, True]
-    assert [row["o_low"] for row in _C.explain(q, k, v, *SETTINGS, False)] == [False, False]
+    assert [row["o_low"] for row in _C.explain(q, k, v, CALL, False)] == [False, False]
 
 
 BAD = {
@@ -99,10 +100,10 @@ def test_a_wrong_one_is_refused_by_name(kind):
     grads = [torch.full_like(x, 7.0) for x in (q, k, v)]
     o.fill_(7.0)
     with pytest.raises(error, match=message):
-        _C.forward(q, k, v, o, lse, low, None, *SETTINGS)
+        _C.forward(q, k, v, o, lse, low, None, CALL)
     assert (o == 7).all()
     with pytest.raises(error, match=message):
-        _C.backward(torch.ones_like(o), None, q, k, v, o, low, lse, *grads, *SETTINGS, False)
+        _C.backward(torch.ones_like(o), None, q, k, v, o, low, lse, *grads, CALL, False)
     assert all((x == 7).all() for x in grads)
 
 
@@ -111,7 +112,7 @@ def test_other_outputs_have_none():
     o, lse = outputs(q)
     low = torch.zeros(q.shape, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"wants_o_low is true; .* unless dtype is f16 or bf16"):
-        _C.forward(q, k, v, o, lse, low, None, *SETTINGS)
+        _C.forward(q, k, v, o, lse, low, None, CALL)
     q, k, v = made()
     with pytest.raises(ValueError, match=r"wants_o_low is true; .* when output_f32 is true"):
-        _C.forward(q, k, v, o, lse, low, None, *SETTINGS)
+        _C.forward(q, k, v, o, lse, low, None, CALL)

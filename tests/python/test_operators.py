@@ -7,6 +7,7 @@ import functools
 import pantile
 import pytest
 import torch
+from pantile._schema import Call
 from support import assert_same_bits
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import (
@@ -21,7 +22,6 @@ forward_op = torch.ops.pantile.forward.default
 backward_op = torch.ops.pantile.backward.default
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-DENSE = (None, None, None, None, 0, 0)
 MASKS = {"full": (-1, -1), "causal": (-1, 0), "window": (3, 1)}
 
 
@@ -61,22 +61,22 @@ def assert_equal_gradients(function, other, tensors):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("grad", [True, False])
 def test_opcheck_forward(mask, grad):
-    torch.library.opcheck(
-        forward_op, (*operands(grad), *DENSE, None, *MASKS[mask], "auto", False, False, False)
-    )
+    left, right = MASKS[mask]
+    call = Call(window_left=left, window_right=right)
+    torch.library.opcheck(forward_op, (*operands(grad), *call, False, False, False))
 
 
 def test_opcheck_forward_packed():
     tensors, lengths = packed_operands()
     used = torch.tensor([1, 4], dtype=torch.int32)
     for seqused in ((None, None), (used, used)):
-        arguments = (*tensors, *lengths, *seqused, 4, 5, 0.3, -1, 0, "auto", False, True, False)
-        torch.library.opcheck(forward_op, arguments)
+        call = Call(*lengths, *seqused, 4, 5, 0.3, -1, 0)
+        torch.library.opcheck(forward_op, (*tensors, *call, False, True, False))
 
 
 @pytest.mark.parametrize("with_lse", [True, False])
 def test_opcheck_backward(with_lse):
-    settings = (*DENSE, None, -1, 0, "auto")
+    settings = Call(window_right=0)
     q, k, v = operands(False)
     o, lse, _ = forward_op(q, k, v, *settings, False, False, False)
     grad_lse = torch.randn_like(lse) if with_lse else None
@@ -87,7 +87,7 @@ def test_opcheck_backward(with_lse):
 
 def test_opcheck_backward_packed():
     (q, k, v), lengths = packed_operands(False)
-    settings = (*lengths, None, None, 4, 5, None, 2, 0, "auto")
+    settings = Call(*lengths, None, None, 4, 5, None, 2, 0)
     o, lse, _ = forward_op(q, k, v, *settings, False, False, False)
     torch.library.opcheck(
         backward_op, (torch.randn_like(o), None, q, k, v, o, None, lse, *settings, True)

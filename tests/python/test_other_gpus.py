@@ -76,13 +76,14 @@ def test_ptx_serves_later_gpus():
         import torch
         import pantile
         from pantile import reference
+        from pantile._schema import Call
 
         pantile.load_torch()
         make_zeros = torch.zeros
         torch.zeros = lambda *size, device=None, **rest: make_zeros(*size, **rest).to(device)
         torch.manual_seed(0)
         q, k, v, grad_o = (torch.randn(1, 200, 2, 64).bfloat16() for _ in range(4))
-        settings = (None, None, None, None, 0, 0, None, -1, 0, "ampere")
+        settings = Call(window_right=0, backend="ampere")
         on_gpu = [x.cuda() for x in (q, k, v)]
         o, lse, o_low = torch.ops.pantile.forward(*on_gpu, *settings, False, False, True)
         grads = torch.ops.pantile.backward(
@@ -95,7 +96,8 @@ def test_ptx_serves_later_gpus():
             error = (ours.cpu().double() - exact).abs().max()
             assert error < 0.02 * exact.abs().max(), error
         try:
-            torch.ops.pantile.forward(*on_gpu, *settings[:-1], "hopper", False, False, False)
+            hopper = settings._replace(backend="hopper")
+            torch.ops.pantile.forward(*on_gpu, *hopper, False, False, False)
             torch.cuda.synchronize()
             print("hopper ran")
         except (RuntimeError, NotImplementedError) as error:

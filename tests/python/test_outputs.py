@@ -6,6 +6,7 @@ import pantile
 import pytest
 import torch
 from pantile._masks import window_bounds
+from pantile._schema import Call
 from pantile.reference import visible
 from support import Target, bits, dense, packed, require_kernel
 
@@ -278,7 +279,7 @@ def test_merge_refuses_what_does_not_fit():
 # ---- by the operator
 
 
-SETTINGS = (None, None, None, None, 0, 0, None, -1, 0, "auto")
+SETTINGS = Call(window_right=0)
 
 
 @pytest.mark.parametrize("extras", [(True, False), (False, True), (True, True)], ids=str)

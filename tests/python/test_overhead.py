@@ -5,7 +5,7 @@ from __future__ import annotations
 import pantile
 import pytest
 import torch
-from pantile import _C, _ops
+from pantile import _C, _fast_path, _ops
 
 
 def operands(grad: bool):
@@ -27,7 +27,9 @@ def test_plain_calls_skip_the_dispatcher(monkeypatch):
         pantile.attention(*(x.detach() for x in leaves))
 
 
-@pytest.mark.skipif(not _ops.THREADS_FOLLOW, reason="C++ cannot read this torch's thread count")
+@pytest.mark.skipif(
+    not _fast_path.THREADS_FOLLOW, reason="C++ cannot read this torch's thread count"
+)
 def test_plain_calls_without_gradient_are_one_call_of_the_bindings(monkeypatch):
     monkeypatch.setattr(_ops, "attention", forbid)
     for causal in (False, True):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import re
 import threading
 
+import numpy
 import pantile
 import pytest
 import torch
-from pantile import _runtime
+from pantile import _C, _runtime
+from pantile._schema import CALL_FIELDS, Call, bind, call_stub
 from support import run_python
 
 # ---- workspaces of CUDA runs; the lender works on any device
@@ -220,48 +223,90 @@ def test_options_in_a_locale_with_decimal_commas(tmp_path):
         locale.setlocale(locale.LC_NUMERIC, "{comma_locale(tmp_path)}")
         print(locale.localeconv()["decimal_point"])
         q = numpy.ones((1, 3, 1, 8), numpy.float32)
-        options = pantile.Options(
-            softmax="vector", rescale_threshold=2.5, p_max_offset=0.25, min_exponent_log2=-0.5
+        softmax = pantile.experimental.SoftmaxOptions(
+            "vector", rescale_threshold=2.5, p_max_offset=0.25, min_exponent_log2=-0.5
         )
-        print(options.backend_setting(False))
+        options = pantile.Options(softmax=softmax)
+        print(options.call_fields[False][-4:])
         print(pantile.explain(q, q, q, options=options).forward.softmax)
         """,
         LOCPATH=str(tmp_path),
     )
-    point, setting, softmax = output.splitlines()
+    point, fields, softmax = output.splitlines()
     assert point == ","
-    assert setting == "auto;vector,threshold=2.5,offset=0.25,exponent=-0.5"
+    assert fields == "(2.5, 0.25, -0.5, False)"
     assert softmax.endswith(("rescale threshold 2.5", "rescale threshold 2,5"))  # printf follows it
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("field", "value", "message"),
     [
-        ("auto;threshold=abc", "rescale_threshold is 'abc'; it must be a number"),
-        ("auto;threshold=2.5x", "rescale_threshold is '2.5x'; it must be a number"),
-        ("auto;threshold=2,5", "softmax is 'threshold=2,5'; there is no '5' in it"),
-        ("auto;threshold=", "rescale_threshold is ''; it must be a number"),
-        ("auto;threshold= 2", "rescale_threshold is ' 2'; it must be a number"),
-        ("auto;threshold=1e999", "rescale_threshold is '1e999'; it must be a number"),
-        ("auto;threshold=1e300", "rescale_threshold is inf; it must be from 0 to 15"),
-        ("auto;threshold=nan", "rescale_threshold is nan; it must be from 0 to 15"),
-        ("auto;offset=x", "p_max_offset is 'x'; it must be a number"),
-        ("auto;exponent=-", "min_exponent_log2 is '-'; it must be a number"),
-        ("auto;tensor,quarters=two", "tensor_share in quarters is 'two'; it must be an integer"),
-        ("auto;tensor,quarters=2.0", "tensor_share in quarters is '2.0'; it must be an integer"),
-        ("auto;tensor,quarters=99999999999", "tensor_share in quarters is '99999999999'; "),
-        ("auto;rows=3", "softmax is 'rows=3'; there is no 'rows=3' in it"),
-        ("auto;vector=1", "softmax is 'vector=1'; there is no 'vector=1' in it"),
-        ("auto;lse=0", "softmax is 'lse=0'; there is no 'lse=0' in it"),
-        ("auto;", "softmax is ''; there is no '' in it"),
+        ("backend", "ampere;tensor", "backend is 'ampere;tensor'; it must be one of auto, hopper,"),
+        ("backend", "", "backend is ''; it must be one of auto, hopper, ampere, cpu, reference"),
+        ("float32_precision", "high", "float32_precision is 'high'; it must be one of auto, high"),
+        ("softmax", "gpu", "softmax is 'gpu'; it must be one of auto, vector, tensor"),
+        ("softmax_mode", "paper", "softmax_mode is 'paper'; it must be one of exact, surrogate,"),
+        ("tensor_share", 0.3, "tensor_share is 0.3; it must be one of 0, 0.25, 0.5, 1, or None"),
+        ("tensor_share", math.nan, "tensor_share is nan; it must be one of 0, 0.25, 0.5, 1, or"),
+        ("tensor_split", "heads", "tensor_split is 'heads'; it must be one of keys, rows"),
+        ("rescale_threshold", 1e300, "rescale_threshold is inf; it must be from 0 to 15"),
+        ("rescale_threshold", math.nan, "rescale_threshold is nan; it must be from 0 to 15"),
+        ("p_max_offset", -1.0, "p_max_offset is -1; with rescale_threshold 8 it must be from 0"),
+        ("min_exponent_log2", 1.0, "min_exponent_log2 is 1; it must be from -126 to 0"),
+        ("scale", math.inf, "scale is inf; it must be finite"),
+        ("window_left", -2, "window_left is -2; it must be "),
     ],
 )
-def test_the_setting_of_the_operators_is_read_to_its_end(setting, message):
+def test_the_operators_check_each_field(field, value, message):
+    """They can be called without the functions in front of them, in a traced program too."""
     pantile.load_torch()
-    q = torch.ones(1, 3, 1, 8)
-    settings = (None, None, None, None, 0, 0, None, -1, -1, setting)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        torch.ops.pantile.forward(q, q, q, *settings, False, False, False)
+    for device in ("cpu", "meta"):
+        q = torch.ones(1, 3, 1, 8, device=device)
+        call = Call(**{field: value})
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            torch.ops.pantile.forward(q, q, q, *call, False, False, False)
+
+
+WRONG_TYPES = {int: ("4", 1.5, None), str: (None, 3), bool: (1, None), float: ("4", None, True)}
+
+
+@pytest.mark.parametrize("field", Call._fields)
+def test_the_bindings_name_a_field_of_the_wrong_type(field):
+    kinds = {"SymInt": int, "float": float, "float?": float, "str": str, "bool": bool}
+    kind = next(x.kind for x in CALL_FIELDS if x.name == field)
+    if kind == "Tensor?":
+        q = numpy.ones((3, 1, 8), numpy.float32)
+        bounds = numpy.array([0, 3], numpy.int32)
+        call = bind(Call(bounds, bounds, None, None, 3, 3)._replace(**{field: "text"}))
+        with pytest.raises(TypeError, match=f"^{field}: expected a tensor or an array, got"):
+            _C.explain(q, q, q, call, False)
+        return
+    for value in WRONG_TYPES[kinds[kind]]:
+        if kind.endswith("?") and value is None:
+            continue
+        with pytest.raises((TypeError, ValueError), match=rf"^{field} is .*; it must be"):
+            bind(Call(**{field: value}))
+
+
+def test_one_list_of_fields():
+    """That of the bindings, of the operators, and of the stub is pantile._schema's."""
+    pantile.load_torch()
+    assert _C.Call._fields == Call._fields
+    call = Call(scale=0.5, tensor_share=0.25, float32_precision="tf32", exact_lse=True)
+    assert tuple(bind(call)) == tuple(call)
+    assert [getattr(bind(call), name) for name in Call._fields] == list(call)
+    assert tuple(bind(call)._replace(scale=None, max_seqlen_k=4)) == tuple(
+        call._replace(scale=None, max_seqlen_k=4)
+    )
+    with pytest.raises(TypeError, match=r"no such field: {'scales': 1}"):
+        bind(call)._replace(scales=1)
+    with pytest.raises(TypeError, match="a call has 20 fields; 3 were given"):
+        _C.Call(1, 2, 3)
+    schema = torch.ops.pantile.forward.default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names[3 : 3 + len(Call._fields)] == list(Call._fields)
+    stub = pathlib.Path(pantile.__file__).with_name("_C.pyi").read_text()
+    assert call_stub() in stub, f"_C.pyi must hold\n{call_stub()}"
 
 
 # ---- torch before 2.11

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pantile
 import pytest
 import torch
+from pantile.experimental import SoftmaxOptions
 from support import Target, assert_within_bound, bits, dense, gradients, packed
 
 pantile.load_torch()
@@ -34,7 +35,7 @@ EPSILON = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of one rounding, rel
 
 
 def options(mode: str) -> pantile.Options:
-    return pantile.Options(backend="ampere", **MODES[mode])
+    return pantile.Options(backend="ampere", softmax=SoftmaxOptions(**MODES[mode]))
 
 
 @pytest.fixture(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pantile import __main__ as command_line
 from pantile import _check, reference
+from pantile.experimental import SoftmaxOptions
 from support import run_python
 
 # ---- explain
@@ -143,7 +144,7 @@ def test_softmax_options_reach_the_plan():
     q, k, v = operands()
     plain = pantile.explain(q, k, v).forward.softmax
     assert plain == "vector, mode exact, tensor share 0, rescale threshold 8"
-    options = pantile.Options(softmax="vector", rescale_threshold=2.5)
+    options = pantile.Options(softmax=SoftmaxOptions("vector", rescale_threshold=2.5))
     assert pantile.explain(q, k, v, options=options).forward.softmax.endswith("threshold 2.5")
     assert "softmax: vector" in str(pantile.explain(q, k, v))
     assert pantile.explain(q, k, v).backward.softmax == ""
@@ -171,18 +172,18 @@ def test_softmax_options_reach_the_plan():
 def test_softmax_options_that_no_call_takes(choice, message):
     q, k, v = operands()
     with pytest.raises(ValueError, match=message):
-        pantile.attention(q, k, v, options=pantile.Options(**choice))
+        pantile.attention(q, k, v, options=pantile.Options(softmax=SoftmaxOptions(**choice)))
 
 
 def test_environment_sets_the_softmax():
     source = """
         import pantile
-        options = pantile.Options()
-        print(options.softmax, options.tensor_share)
+        options = pantile.experimental.SoftmaxOptions()
+        print(pantile.Options().softmax, options.softmax, options.tensor_share)
     """
     found = run_python(source, PANTILE_SOFTMAX="tensor", PANTILE_TENSOR_SHARE="0.25")
-    assert found.split() == ["tensor", "0.25"]
-    assert run_python(source).split() == ["auto", "None"]
+    assert found.split() == ["tensor", "tensor", "0.25"]
+    assert run_python(source).split() == ["auto", "auto", "None"]
 
 
 @pytest.mark.parametrize(
@@ -206,15 +207,17 @@ def test_environment_of_the_softmax_fails_no_call(environment):
 
         q = torch.ones(1, 5, 2, 64, requires_grad=True)
         fp8 = pantile.Options(fp8=True)
-        for options in (None, fp8, pantile.Options(softmax_mode="exact"), pantile.Options("cpu"),
+        Softmax = pantile.experimental.SoftmaxOptions
+        exact = pantile.Options(softmax=Softmax(softmax_mode="exact"))
+        for options in (None, fp8, exact, pantile.Options("cpu"),
                         pantile.Options(**dataclasses.asdict(pantile.Options()))):
             pantile.attention(q, q, q, options=options).sum().backward()
             pantile.attention(q.detach(), q.detach(), q.detach(), options=options)
             print(pantile.explain(q, q, q, options=options).forward.kernel)
         pantile.attention(pantile.quantize(q, q, q))
         pantile.attention(q, q, q, return_lse=True, return_max_logit=True)
-        for own in ({"softmax": "tensor"}, {"softmax": "tensor", "tensor_share": 0.5},
-                    {"tensor_share": 0.5}, {"softmax": "vector", "fp8": True}):
+        for own in ({"softmax": "tensor"}, {"softmax": Softmax("tensor", 0.5)},
+                    {"softmax": Softmax(tensor_share=0.5)}, {"softmax": "vector", "fp8": True}):
             try:
                 pantile.attention(q, q, q, options=pantile.Options(**own))
                 print("served")

@@ -12,6 +12,7 @@ import itertools
 import pantile
 import pytest
 import torch
+from pantile._schema import Call
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -246,12 +247,12 @@ def test_vmap_over_some_operands(kind):
 
 
 def operator_call(q, k, v):
-    settings = (None, None, None, None, 0, 0, None, -1, 0, "auto")
+    settings = Call(window_right=0)
     return torch.ops.pantile.forward(q, k, v, *settings, False, False, False)[0]
 
 
 def extra_operator_call(q, k, v):
-    settings = (None, None, None, None, 0, 0, None, -1, 0, "auto")
+    settings = Call(window_right=0)
     return torch.ops.pantile.forward_extra(q, k, v, *settings, False, False, True, True, True)[0]
 
 
@@ -272,7 +273,7 @@ def test_operators_inside_transforms(call):
 def test_backward_operator_inside_transforms():
     """It has no derivative, and says so; without one it runs."""
     q, k, v = operands()
-    settings = (None, None, None, None, 0, 0, None, -1, 0, "auto")
+    settings = Call(window_right=0)
     o, lse, _ = torch.ops.pantile.forward(q, k, v, *settings, False, False, False)
 
     def backward(x):
