@@ -1,4 +1,4 @@
-"""Research options: how the softmax of FlashAttention-T is laid out (docs/flashattention-t.md).
+"""Research options: how the softmax of FlashAttention-T is laid out (docs/design/flashattention-t.md).
 
 They exist to measure and to reproduce. Names, values and what they do may change in any release.
 """
