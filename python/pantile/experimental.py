@@ -1,4 +1,5 @@
-"""Research options: how the softmax of FlashAttention-T is laid out (docs/design/flashattention-t.md).
+"""Research options: how the softmax of FlashAttention-T is laid out, see
+docs/design/flashattention-t.md.
 
 They exist to measure and to reproduce. Names, values and what they do may change in any release.
 """
