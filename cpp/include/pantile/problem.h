@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "pantile/dtype.h"
 
@@ -16,10 +17,12 @@ inline constexpr int kMaxHeadDim = 512;
 // Distances in elements between neighbours along each axis. The last axis (dim) has stride 1.
 // `batch` is ignored for packed (varlen) tensors. `base_align_bytes` is a power of two that divides
 // the address of the first element (what TMA and vector loads need to know before launch).
+//
+// Strides that are not set are refused along every axis of more than one element.
 struct Layout {
-  std::int64_t batch = 0;
-  std::int64_t seq = 0;
-  std::int64_t head = 0;
+  std::int64_t batch = -1;
+  std::int64_t seq = -1;
+  std::int64_t head = -1;
   int base_align_bytes = 16;
 };
 
@@ -97,7 +100,8 @@ struct ForwardProblem {
   std::int64_t window_left = kUnbounded;
   std::int64_t window_right = kUnbounded;
 
-  float scale = 0.0f;  // multiplies Q K^T; must be finite
+  // Multiplies Q K^T; must be finite. Not a number until it is set: no value is right for all.
+  float scale = std::numeric_limits<float>::quiet_NaN();
   Float32Precision float32_precision = Float32Precision::highest;  // read when dtype is f32
   SoftmaxOptions softmax;
 

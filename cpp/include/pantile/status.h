@@ -14,7 +14,7 @@ enum class StatusCode {
   device_error,      // CUDA reported an error
 };
 
-class PANTILE_API Status {
+class [[nodiscard]] PANTILE_API Status {
  public:
   static constexpr int kMessageCapacity = 480;  // bytes, terminator included; longer texts are cut
 
