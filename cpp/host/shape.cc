@@ -41,7 +41,7 @@ ForwardProblem canonical(const ForwardProblem& problem) {
   result.v = canonical_layout(problem.v, key_shape(problem, problem.head_dim_v));
   result.o = canonical_layout(problem.o, query_shape(problem, problem.head_dim_v));
   if (problem.dtype == DType::e4m3) {
-    result.q = result.k = result.v = Layout();
+    result.q = result.k = result.v = Layout{0, 0, 0, Layout().base_align_bytes};
   } else {
     result.fp8 = Fp8Format();
   }

@@ -202,7 +202,8 @@ void check_sequence_contents(const Call& call, std::int64_t total_q, std::int64_
   std::int64_t count = 0;
   problem.packed_q = problem.packed_k = true;
   problem.heads_q = problem.heads_k = problem.head_dim = problem.head_dim_v = 1;
-  problem.o.seq = problem.o.head = 1;
+  problem.q = problem.k = problem.v = problem.o = Layout{0, 1, 1, 16};
+  problem.scale = 1.0f;
   tensors.cu_seqlens_q = read_lengths(call.cu_seqlens_q, "cu_seqlens_q", host, &bounds);
   tensors.cu_seqlens_k = read_lengths(call.cu_seqlens_k, "cu_seqlens_k", host, &count);
   problem.batch = bounds - 1;
