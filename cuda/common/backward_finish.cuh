@@ -26,6 +26,8 @@ struct FinishParams {
   int head_dim;
   int tile_k;             // keys of an addition to the sums
   bool rows_split;        // a tile's fragments follow each other along the rows, not the columns
+  int blocks;             // fragments of all tiles
+  bool repeats;           // integers: the heads that are measured, and only these; else the others
   const float* lse;       // as in PrepareParams
   const float* grad_lse;  // the same, or null
   std::int64_t lse_head_stride, lse_batch_stride;
@@ -153,21 +155,19 @@ PANTILE_DEVICE void take_leaks(float (&sums)[32], const FinishParams& params,
   }
 }
 
-// One fragment a block.
+// Fragment `block` of params.blocks.
 template <DType kDType, SumFormat kFormat>
-__global__ void __launch_bounds__(kFinishThreads, 9)
-    finish_rows(const __grid_constant__ FinishParams params) {
+PANTILE_DEVICE void finish_fragment(const FinishParams& params, int block) {
   const RowPass& pass = params.pass;
   const int fragments = pass.tile_floats / kFragmentFloats;
-  const int fragment = static_cast<int>(blockIdx.x) % fragments;
-  const RowTile row_tile = locate_row_tile(pass, static_cast<int>(blockIdx.x) / fragments,
-                                           static_cast<int>(gridDim.x) / fragments);
+  const int fragment = block % fragments;
+  const RowTile row_tile = locate_row_tile(pass, block / fragments, params.blocks / fragments);
   const bool packed = pass.queries.cu_seqlens != nullptr;
   std::uint16_t* rows = static_cast<std::uint16_t*>(params.grad_q) +
                         sequence_offset(params.grad_q_layout, packed, row_tile);
   // Also in blocks that need nothing of it: what follows this kernel relies on the one before, too.
   prim::wait_for_previous_grid();
-  if (fragment == 0) {
+  if (fragment == 0 && !params.repeats) {
     zero_unattended_rows(params, row_tile, rows);
   }
   const int tile = pass.row_tiles.tile;
@@ -177,6 +177,9 @@ __global__ void __launch_bounds__(kFinishThreads, 9)
     return;
   }
   const int key_head = key_head_of(pass, row_tile);
+  if (kFormat != SumFormat::f32 && (pass.key_bounds[key_head].measured != 0) != params.repeats) {
+    return;
+  }
   const bool leaks = pass.key_means != nullptr && pass.large_means[key_head] != 0;
   const float* const tile_sums = pass.dq_sum + row_tile.index * pass.tile_floats;
   const int thread = static_cast<int>(threadIdx.x);
@@ -217,6 +220,28 @@ __global__ void __launch_bounds__(kFinishThreads, 9)
       if (row < row_tile.rows && first_column + column < params.head_dim) {
         *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
       }
+    }
+  }
+}
+
+// A block takes a fragment. What repeats is nearly always nothing: few blocks, which then share the
+// fragments.
+template <DType kDType, SumFormat kFormat>
+__global__ void __launch_bounds__(kFinishThreads, kFormat == SumFormat::f32 ? 9 : 8)
+    finish_rows(const __grid_constant__ FinishParams params) {
+  if constexpr (kFormat == SumFormat::f32) {
+    finish_fragment<kDType, kFormat>(params, static_cast<int>(blockIdx.x));
+  } else {
+    if (params.repeats) {
+      prim::wait_for_previous_grid();
+      if (*params.pass.measured == 0) {
+        return;
+      }
+    }
+    for (int block = static_cast<int>(blockIdx.x); block < params.blocks;
+         block += static_cast<int>(gridDim.x)) {
+      finish_fragment<kDType, kFormat>(params, block);
+      __syncthreads();  // the leaks of the fragment have been read
     }
   }
 }

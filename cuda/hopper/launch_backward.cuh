@@ -3,9 +3,10 @@
 //   1 bound_keys         (deterministic only) maxima of K and V, for the integer units of dQ
 //   2 prepare_rows       row terms, zeros in the sum of dQ
 //   3 backward_paired or backward_pipeline
-//   4 settle_units, 3    (deterministic only) both again for heads with keys too loud for a bound;
-//                        nearly always there is none, and neither does anything
-//   5 finish_rows        dQ
+//   4 finish_rows        dQ
+//   5 settle_units, 3, 4 (deterministic only) again for heads with keys too loud for a bound;
+//   nearly
+//                        always there is none, and none of them does anything
 //
 // on one stream. Nothing waits for the GPU or allocates, and all that changes from call to call is
 // passed by value, so that a CUDA graph can capture it.
@@ -60,14 +61,17 @@ class BackwardCall {
     if (status.ok() && main_blocks_ > 0) {
       status = run_main<Config, kMask, kSum>(false);
     }
+    if (status.ok() && row_blocks() > 0) {
+      status = finish<Config, kSum>(false);
+    }
     if (kSum == SumKind::integer && status.ok() && main_blocks_ > 0 && row_blocks() > 0) {
       status = settle<Config>();
       if (status.ok()) {
         status = run_main<Config, kMask, kSum>(true);
       }
-    }
-    if (status.ok() && row_blocks() > 0) {
-      status = finish<Config, kSum>();
+      if (status.ok()) {
+        status = finish<Config, kSum>(true);
+      }
     }
     return status;
   }
@@ -305,7 +309,7 @@ class BackwardCall {
   }
 
   template <class Config, SumKind kSum>
-  Status finish() const {
+  Status finish(bool repeats) const {
     using common::SumFormat;
     constexpr SumFormat kFormat = kSum == SumKind::floating ? SumFormat::f32
                                   : Config::kBulkAdds       ? SumFormat::i32
@@ -322,8 +326,11 @@ class BackwardCall {
     params.lse_head_stride = lse_head_stride();
     params.lse_batch_stride = lse_batch_stride();
     const int fragments = dq_tile_floats_ / common::kFragmentFloats;
-    return launch_finish_rows<Config::kDType, kFormat>(
-        launch_of(row_blocks() * fragments, common::kFinishThreads), params);
+    params.blocks = row_blocks() * fragments;
+    params.repeats = repeats;
+    const int blocks = repeats ? core::min_of(params.blocks, 8 * multiprocessors_) : params.blocks;
+    return launch_finish_rows<Config::kDType, kFormat>(launch_of(blocks, common::kFinishThreads),
+                                                       params);
   }
 
   cuda::Launch launch_of(int blocks, int threads) const {
