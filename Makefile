@@ -74,6 +74,12 @@ sanitize: $(VENV)/ready  ## the C++ tests under the address, undefined-behaviour
 	  cmake --preset $$preset && cmake --build --preset $$preset && ctest --preset $$preset || exit 1; \
 	done
 
+.PHONY: clang
+clang:  ## the C++ library without CUDA by clang, every warning an error
+	cmake -S . -B build/clang -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Release \
+	  -DPANTILE_CUDA=OFF -DPANTILE_WERROR=ON -DPANTILE_TESTS=OFF
+	cmake --build build/clang
+
 .PHONY: check-cuda12
 check-cuda12: $(VENV)/ready  ## compile one hopper kernel with the compiler of CUDA 12.8
 	$(PY) -m pip install --quiet --upgrade --no-deps --target build/cuda12 \

@@ -2,6 +2,10 @@
 // work items.
 #include "cpu/backend.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 #include <cstring>
 
@@ -19,12 +23,22 @@ constexpr std::int64_t kItemBytes = 1088 * 1024;    // of Q and O that one item 
 constexpr std::int64_t kMostPackedRows = 16 << 20;  // elements of Q and dO
 constexpr int kItemsPerThread = 3;                  // at least, so that threads finish together
 
+#if defined(__x86_64__)
+// __builtin_cpu_supports("f16c") is unknown to clang 14.
+bool has_f16c() {
+  unsigned a = 0;
+  unsigned b = 0;
+  unsigned c = 0;
+  unsigned d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 CpuIsa hardware_isa() {
 #if defined(__x86_64__)
   static const CpuIsa isa = [] {
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
-        !__builtin_cpu_supports("f16c")) {
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c()) {
       return CpuIsa::baseline;
     }
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||

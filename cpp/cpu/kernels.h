@@ -90,7 +90,7 @@ struct BackwardJob : Job {
 
 // Raises an entry of max_logit to that of a row. A row whose sum is NaN makes it NaN for good.
 inline void raise_max_logit(float* entry, float row_max, float row_sum) {
-  const float value = row_sum == row_sum ? row_max : row_sum;
+  float value = row_sum == row_sum ? row_max : row_sum;
   float before = 0.0f;
   __atomic_load(entry, &before, __ATOMIC_RELAXED);
   while ((value > before || value != value) &&
