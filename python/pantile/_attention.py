@@ -123,7 +123,7 @@ def _make_call(packing: tuple, causal, window, scale, options: Options, return_l
         load_torch()  # for _is_compiling
     left, right = window_bounds(causal, window)
     scale = None if scale is None else _scale(scale)
-    options = options.call_fields[return_lse]
+    options = options.call_fields[1 if return_lse else 0]  # torch 2.11 traces no bool as index
     if _is_compiling() or not (
         type(left) is type(right) is int
         and (scale is None or type(scale) is float)
@@ -135,9 +135,7 @@ def _make_call(packing: tuple, causal, window, scale, options: Options, return_l
 
 # Of calls that say no more than `causal`, which go a shorter way.
 _PLAIN_CALLS = {
-    causal: _C.Call(
-        *_DENSE, None, *window_bounds(causal, None), *DEFAULT_OPTIONS.call_fields[False]
-    )
+    causal: _C.Call(*_DENSE, None, *window_bounds(causal, None), *DEFAULT_OPTIONS.call_fields[0])
     for causal in (False, True)
 }
 

@@ -214,10 +214,11 @@ def test_a_million_keys(name, head_dim, softmax, law):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("softmax", SOFTMAX)
-def test_f16_weights_below_its_smallest_number(head_dim, softmax):
-    """One weight of 1, and 131,071 of about 2^-25.4 that are 3 thousandths together. All but a few
-    round to 0 in f16, unless the largest weight is more than 1."""
-    keys = 131_072
+@pytest.mark.parametrize("keys", [131_072, 140_000])
+def test_f16_weights_below_its_smallest_number(head_dim, softmax, keys):
+    """One weight of 1, and the others of about 2^-25.4, 3 thousandths together. In f16 nearly all
+    round to 0, unless the largest weight is more than 1. Beside an O of that weight the adder of
+    the tensor cores loses them all the same; above 131,072 keys O is summed in two levels."""
     case = dense(GPU, torch.float16, 1, 40, keys, 1, 1, head_dim)
     case.v = case.v + 1
     case.k = case.k / 64
@@ -227,8 +228,10 @@ def test_f16_weights_below_its_smallest_number(head_dim, softmax):
     exact, exact_lse = textbook(case)
     o, lse = case.ours(*case.operands, options=options)
     plain = pantile.attention(*case.operands, options=options)
+    lost = keys * 2**-25 if keys <= 131_072 else 0.0
+    bound = (torch.finfo(torch.float16).eps + lost) * exact.abs().max()
     for output in (o, plain):
-        assert (output - exact).abs().max() <= torch.finfo(torch.float16).eps * exact.abs().max()
+        assert (output - exact).abs().max() <= bound
     assert (lse - exact_lse).abs().max() <= 2e-5
 
 

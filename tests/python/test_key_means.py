@@ -15,9 +15,9 @@ pantile.load_torch()
 DIMS = [(64, 64), (72, 72), (96, 96), (128, 128), (128, 64), (192, 192), (192, 128), (256, 256)]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 # Rounding P, dS and the result to 16 bits gives 2.4e-3 in bf16, 3e-4 in f16. Ampere sums the P that
-# it multiplies, but has no sums of dS.
+# it multiplies, but has no sums of dS: the leak stays, 9e-3 in bf16 (docs/numerics.md).
 BOUNDS = {"bf16": 3e-3, "f16": 4e-4}
-AMPERE_BOUNDS = {"bf16": 6e-3, "f16": 8e-4}
+AMPERE_BOUNDS = {"bf16": 1.1e-2, "f16": 1.4e-3}
 modes = pytest.mark.parametrize("deterministic", [False, True], ids=["floating", "deterministic"])
 
 
