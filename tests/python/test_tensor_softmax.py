@@ -213,6 +213,7 @@ def test_gradients_do_not_notice(dtype, head_dim, causal):
         assert_within_bound(found, textbook, exact, case, grad_o)
 
 
+@pytest.mark.experiments
 def test_compiled_graphs_carry_the_choice():
     case = dense(GPU, torch.bfloat16, 1, 64, 96, 2, 2, 64)
     chosen = options("half")
