@@ -42,6 +42,7 @@ from pantile._schema import (
     FORWARD_EXTRA,
     LENGTHS,
     NO_LENGTHS,
+    Call,
     bind,
     lengths_of,
 )
@@ -200,7 +201,8 @@ class _Attention(torch.autograd.Function):
         else:
             ctx.save_for_backward(q, k, v, o, saved_low, lse, *lengths_of(call))
             call = call._replace(**NO_LENGTHS)
-        ctx.how = (call, deterministic, direct, wants_lse)
+        # The fields beside the call: compiled autograd traces the backward, and no _C.Call.
+        ctx.how = (call, tuple(call), deterministic, direct, wants_lse)
         ctx.set_materialize_grads(False)
         if not wants_low and max_logit is None:
             return (o, lse) if wants_lse else o
@@ -212,11 +214,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_o, *grads):
-        call, deterministic, direct, wants_lse = ctx.how
+        call, fields, deterministic, direct, wants_lse = ctx.how
         grad_lse = grads[0] if wants_lse else None
         if grad_o is None and grad_lse is None:
             return None, None, None, None, None
         q, k, v, o, o_low, lse, *lengths = ctx.saved_tensors
+        if is_compiling():
+            call = Call(*fields)
         if lengths:
             call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
         if grad_o is None:
