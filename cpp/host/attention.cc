@@ -82,6 +82,11 @@ Status consider(const Row& row, const Problem& problem, const DeviceProps& devic
     return Status::error(StatusCode::unsupported, "options.backend asks for %s",
                          backend_name(options.backend));
   }
+  // First, because it says more than which rule of the row is broken as well.
+  const bool on_gpu = backend == Backend::hopper || backend == Backend::ampere;
+  if (on_gpu && device.device.type != DeviceType::cuda) {
+    return Status::error(StatusCode::unsupported, "needs a CUDA device");
+  }
   Status status =
       host::row_rule(row.info, forward_part(problem), dtype_of(problem), host::required(problem));
   if (status.ok()) {

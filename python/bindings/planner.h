@@ -202,9 +202,12 @@ class PlanCache {
   const Plan* find(const Problem& problem, const DeviceProps& device, const PlanOptions& options,
                    Status* status) {
     PlanKey key(problem, device, options);
-    Entry& entry = entries_[key.hash() % entries_.size()];
-    if (entry.used && entry.key == key) {
-      return &entry.plan;
+    const std::uint64_t hash = key.hash();
+    Set& set = sets_[hash % sets_.size()];
+    for (Entry& entry : set.entries) {
+      if (entry.used && entry.hash == hash && entry.key == key) {
+        return &entry.plan;
+      }
     }
     Plan plan;
     *status = make_plan(problem, device, options, &plan);
@@ -215,17 +218,25 @@ class PlanCache {
       const std::string text = plan_text(problem, plan);
       nb::handle(hooks().plan_log)(text.c_str());
     }
-    entry = Entry{std::move(key), plan, true};
-    return &entry.plan;
+    Entry& oldest = set.entries[set.oldest];
+    set.oldest = (set.oldest + 1) % set.entries.size();
+    oldest = Entry{std::move(key), hash, plan, true};
+    return &oldest.plan;
   }
 
  private:
   struct Entry {
     PlanKey key{Problem{}, DeviceProps{}, PlanOptions{}};
+    std::uint64_t hash = 0;
     Plan plan;
     bool used = false;
   };
-  std::array<Entry, 64> entries_;
+  // Of several ways, so that the calls of a loop do not push each other out by chance.
+  struct Set {
+    std::array<Entry, 4> entries;
+    std::size_t oldest = 0;
+  };
+  std::array<Set, 16> sets_;
 };
 
 // One cache for each pass, guarded by the GIL.

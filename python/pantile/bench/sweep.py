@@ -17,6 +17,7 @@ from pantile.bench.cases import Case
 from pantile.bench.figures import OURS
 from pantile.bench.measure import Contender
 from pantile.bench.peers import FP8, Problem
+from pantile.experimental import SoftmaxOptions
 
 DETERMINISTIC = "pantile, deterministic"  # the backward that gives equal bits every time
 DTYPES = {
@@ -108,7 +109,8 @@ def ours(problem: Problem, backend: str, name: str = OURS) -> Contender | str:
     try:
         if problem.dtype == FP8:
             return ours_fp8(name, problem, backend, keywords)
-        options = pantile.Options(backend=backend, **SOFTMAX_VARIANTS.get(variant, {}))
+        softmax = SoftmaxOptions(**SOFTMAX_VARIANTS.get(variant, {}))
+        options = pantile.Options(backend=backend, softmax=softmax)
         keywords |= {"options": options, "deterministic": name == DETERMINISTIC}
         leaves, bounds = problem.leaves(), problem.cu_seqlens
 
