@@ -75,3 +75,13 @@ def test_results_of_one_build_add_up(tmp_path, monkeypatch):
     facts["library"] = "y"
     gpu_sanitizer.record([{"tool": "synccheck", "what": "a", "ok": True}])
     assert tools() == [("synccheck", True)]
+
+
+def test_outputs_count_as_written_for_initcheck(monkeypatch):
+    """It does not see what TMA writes."""
+    made = torch.full((2, 3), torch.nan), None
+    monkeypatch.setattr(_direct, "_new_outputs", lambda *_: made)
+    gpu_sanitizer.count_outputs_as_written()
+    assert not _direct._new_outputs()[0].any()
+    assert gpu_sanitizer.written("initcheck") == ["--written"]
+    assert gpu_sanitizer.written("memcheck") == []
