@@ -7,6 +7,8 @@ import json
 import gpu_sanitizer
 import pantile
 import pytest
+import torch
+from pantile import _direct
 
 
 def labels(backend: str) -> list[str]:
