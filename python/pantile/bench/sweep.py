@@ -8,6 +8,7 @@ and a "summary" for each pass and cache state.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -79,6 +80,11 @@ SOFTMAX_VARIANTS: dict[str, dict] = {  # of the Ampere forward (docs/design/flas
 }
 
 
+def options_of(**chosen: Any) -> pantile.Options:
+    """From words of the command line, which Options checks."""
+    return pantile.Options(**chosen)
+
+
 def ours_fp8(name: str, problem: Problem, backend: str, keywords: dict) -> Contender | str:
     """Block-scaled, rotated, smoothed operands. But for two of the variants (other exponentials,
     the quantiser in every call, the same call on bfloat16), what quantising costs is not in the
@@ -89,7 +95,7 @@ def ours_fp8(name: str, problem: Problem, backend: str, keywords: dict) -> Conte
         return "FP8 backward is not measured"
     variant = name.removeprefix(f"{OURS}, ")
     exp = variant if variant in ("mixed", "exp2") else "code"
-    keywords |= {"options": pantile.Options(backend=backend, fp8_exp=exp)}
+    keywords |= {"options": options_of(backend=backend, fp8_exp=exp)}
     q, k, v = (x.bfloat16() for x in (problem.q, problem.k, problem.v))
     quantized = pantile.quantize(q, k, v)
     call = {
@@ -110,7 +116,7 @@ def ours(problem: Problem, backend: str, name: str = OURS) -> Contender | str:
         if problem.dtype == FP8:
             return ours_fp8(name, problem, backend, keywords)
         softmax = SoftmaxOptions(**SOFTMAX_VARIANTS.get(variant, {}))
-        options = pantile.Options(backend=backend, softmax=softmax)
+        options = options_of(backend=backend, softmax=softmax)
         keywords |= {"options": options, "deterministic": name == DETERMINISTIC}
         leaves, bounds = problem.leaves(), problem.cu_seqlens
 
