@@ -19,12 +19,14 @@
 namespace pantile::testing {
 namespace {
 
-// The values of all fields, in order.
+// The values of all fields, in order. A scale that is not set is NaN, which is unequal to itself.
 template <class Problem>
 std::vector<double> values(const Problem& problem) {
+  constexpr double kNotSet = 1e300;
   std::vector<double> result;
   for_each_field(problem, [&](const char*, const char*, const auto& value, Feature) {
-    result.push_back(static_cast<double>(value));
+    const auto number = static_cast<double>(value);
+    result.push_back(number == number ? number : kNotSet);
   });
   return result;
 }
@@ -40,7 +42,7 @@ void change(Problem* problem, std::size_t number) {
       } else if constexpr (std::is_enum_v<T>) {
         value = static_cast<T>(static_cast<int>(value) + 1);
       } else {
-        value += 1;
+        value = value == value ? value + 1 : T{1};
       }
     }
   });

@@ -4,5 +4,5 @@
 #if defined(PANTILE_STATIC) || defined(_WIN32)
 #define PANTILE_API
 #else
-#define PANTILE_API __attribute__((visibility("default")))
+#define PANTILE_API [[gnu::visibility("default")]]
 #endif
