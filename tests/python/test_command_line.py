@@ -124,6 +124,11 @@ def test_a_reader_that_closes_the_pipe_is_no_error():
     assert errors == ""
 
 
+def heed_ctrl_c() -> None:
+    """Processes in the background of a shell ignore it, and so do theirs."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_ends_bench_with_what_was_measured(tmp_path):
     out = tmp_path / "out.jsonl"
     words = ["bench", "--device", "cpu", "--lengths", "64", "--rounds", "100000"]
@@ -132,10 +137,14 @@ def test_ctrl_c_ends_bench_with_what_was_measured(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_ctrl_c,
     )
-    assert process.stderr.readline().startswith("[1/8] d64 full 64, forward")
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    try:
+        assert process.stderr.readline().startswith("[1/8] d64 full 64, forward")
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == _report.INTERRUPTED
     assert errors == "interrupted\n"
     assert "medians" in output
