@@ -36,6 +36,15 @@ INTEGERS = "".join(
     for sign in ("", "u")
 )
 STANDARD_HEADERS = {
+    "initializer_list": "",  # built into NVRTC
+    "limits": """#pragma once
+namespace std {
+template <class T>
+struct numeric_limits {
+  static constexpr T quiet_NaN() { return __builtin_nanf(""); }
+};
+}
+""",
     "cstdint": f"#pragma once\nnamespace std {{\n{INTEGERS}using uintptr_t = unsigned long;\n}}\n",
     "cstddef": "#pragma once\nnamespace std { using size_t = decltype(sizeof 0); }\n",
     "stdlib.h": "",  # included by cuda.h, of which only types are used
