@@ -36,6 +36,7 @@ import json
 import pathlib
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 
 try:
@@ -380,6 +381,13 @@ FORMS: dict[str, Callable[[dict, pathlib.Path], list[str]]] = {
 # ---- pages
 
 
+def wrapped(line: str) -> str:
+    """Prose within the columns of a page; tables, commands and pictures as they are."""
+    if line.startswith(("|", "    ", "![", "#")):
+        return line
+    return textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False)
+
+
 def block(name: str, page: pathlib.Path, parts: list[dict]) -> list[str]:
     mine = [part for part in parts if part["block"] == name]
     if not mine:
@@ -395,7 +403,8 @@ def render(text: str, page: pathlib.Path, parts: list[dict]) -> str:
     """The page with every block written anew."""
 
     def write(match: re.Match) -> str:
-        return match[1] + "\n".join(block(match[2], page, parts)) + "\n" + match[3]
+        lines = map(wrapped, block(match[2], page, parts))
+        return match[1] + "\n".join(lines) + "\n" + match[3]
 
     return BLOCK.sub(write, text)
 

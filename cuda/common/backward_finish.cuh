@@ -92,7 +92,7 @@ PANTILE_DEVICE float integer_scale_of(const RowPass& pass, const RowTile& row_ti
 }
 
 // The leak of row `row` (of the attended ones), see backward_key_means.cuh. `sums`: that row's, one
-// before each fragment of `fragments`.
+// for each of the `fragments`.
 template <SumFormat kFormat>
 PANTILE_DEVICE float leak_of(const FinishParams& params, const RowTile& row_tile, int row,
                              const float* sums, int fragments, std::uint32_t terms) {

@@ -109,7 +109,7 @@ PANTILE_DEVICE std::uint32_t norm_bits(const core::Magnitude& norm) {
 }
 
 // Some keys of a head, begin..end of the attended ones, which `k` and `v` start with. kRowThreads
-// threads read one row, 16 bytes each; a block reads `stride` rows at a time and has kInFlight
+// threads read one row, 16 bytes each; a block reads kStride rows at a time and has kInFlight
 // times as many on their way.
 template <DType kDType, int kRowThreads>
 PANTILE_DEVICE core::KeyBounds bounds_of(const KeyBoundsParams& params, const std::uint16_t* k,
