@@ -49,8 +49,10 @@ function(pantile_read_kernels)
     string(PREPEND Pass ${_initial})
     # FP8 attention is another kernel, not another type of the same one.
     set(launcher ${pass})
+    set(folder ${pass})
     if(pass STREQUAL "forward" AND dtype STREQUAL "e4m3")
       set(launcher forward_fp8)
+      set(folder fp8)
     endif()
     string(APPEND _table
       "PANTILE_KERNEL_ROW(${name}, ${backend}, ${pass}, ${dtype}, ${head_dim}, ${head_dim_v}, ${mask}, ${features})\n")
@@ -114,8 +116,8 @@ endfunction()
 
 pantile_read_kernels()
 target_sources(pantile PRIVATE
-  cuda/hopper/plan_forward.cc cuda/hopper/plan_backward.cc cuda/hopper/plan_fp8.cc
-  cuda/ampere/plan_forward.cc cuda/ampere/plan_backward.cc)
+  cuda/hopper/forward/plan.cc cuda/hopper/backward/plan.cc cuda/hopper/fp8/plan.cc
+  cuda/ampere/forward/plan.cc cuda/ampere/backward/plan.cc)
 
 if(PANTILE_HAS_CUDA)
   cmake_host_system_information(RESULT _cores QUERY NUMBER_OF_LOGICAL_CORES)

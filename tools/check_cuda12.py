@@ -26,7 +26,7 @@ KERNEL = (
 )
 SOURCE = """
 #define __builtin_huge_valf() __builtin_bit_cast(float, 0x7f800000)
-#include "hopper/forward.cuh"
+#include "hopper/forward/kernel.cuh"
 """
 
 # NVRTC has no C++ standard library: this is what the device code uses of it.

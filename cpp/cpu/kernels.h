@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "core/geometry.h"
-#include "core/heads.h"
 #include "core/sequence.h"
 #include "core/tile_order.h"
 #include "pantile/device.h"

@@ -7,8 +7,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/heads.h"
-
 namespace {
 
 using pantile::core::Heads;

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "core/geometry.h"
-#include "core/heads.h"
 #include "core/sequence.h"
 #include "cpu/convert.h"
 #include "pantile/pantile.h"

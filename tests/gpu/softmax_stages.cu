@@ -10,7 +10,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "ampere/launch_forward.cuh"
+#include "ampere/forward/launch.cuh"
 #include "backend.h"
 
 namespace pantile::ampere {

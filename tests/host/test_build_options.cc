@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "ampere/softmax_choice.h"
+#include "ampere/forward/softmax_choice.h"
 #include "build_options.h"
 #include "host/kernel_table.h"
 #include "problems.h"

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "common/attended.h"
-#include "hopper/backward_workspace.h"
+#include "hopper/backward/workspace.h"
 #include "hopper/plan.h"
 #include "problems.h"
 

@@ -4,8 +4,8 @@
 #include <limits>
 #include <string>
 
+#include "ampere/forward/softmax_choice.h"
 #include "ampere/order.h"
-#include "ampere/softmax_choice.h"
 #include "problems.h"
 
 namespace pantile::testing {

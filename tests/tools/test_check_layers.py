@@ -13,8 +13,8 @@ INCLUDES = [
     ("cpp/cpu/backend.cc", "host/validate.h", "may not include cpp/host/validate.h"),
     ("cuda/prim/wgmma.cuh", "tile/fragment.cuh", "may not include cuda/tile/fragment.cuh"),
     ("cuda/tile/fragment.cuh", "attn/mask.cuh", "may not include cuda/attn/mask.cuh"),
-    ("cuda/hopper/config.h", "ampere/plan.h", "may not include cuda/ampere/plan.h"),
-    ("cuda/hopper/config.h", "prim/wgmma.cuh", None),
+    ("cuda/hopper/forward/config.h", "ampere/plan.h", "may not include cuda/ampere/plan.h"),
+    ("cuda/hopper/forward/config.h", "prim/wgmma.cuh", None),
     ("python/bindings/module.cc", "host/validate.h", "may not include cpp/host/validate.h"),
     ("python/bindings/module.cc", "pantile/pantile.h", None),
 ]

@@ -1,0 +1,273 @@
+// Host side of the backward: from a plan, pointers and lent memory to launches of
+//
+//   1 bound_keys         (deterministic only) maxima of K and V, for the integer scales of dQ
+//   2 prepare_rows       row terms, zeros in the sums of dQ
+//   3 backward_kernel    dK, dV, the sums of dQ
+//   4 finish_rows        dQ
+//
+// on one stream. Nothing waits for the GPU or allocates, and all that changes from call to call is
+// passed by value, so that a CUDA graph can capture it.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "ampere/backward/kernel.cuh"
+#include "ampere/backward/rows.cuh"
+#include "ampere/backward/workspace.h"
+#include "ampere/f32/launch_backward.cuh"
+#include "ampere/launch.cuh"
+#include "ampere/order.h"
+#include "ampere/row_kernels.h"
+#include "core/softmax_state.h"
+#include "driver.h"
+#include "pantile/plan.h"
+#include "pantile/problem.h"
+#include "pantile/status.h"
+
+namespace pantile::ampere {
+
+// Everything about one call that is not a template parameter.
+class BackwardCall {
+ public:
+  BackwardCall(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
+               cudaStream_t stream)
+      : plan_(plan),
+        problem_(plan.problem),
+        forward_(plan.problem.forward),
+        tensors_(tensors),
+        offsets_(backward_workspace(plan.problem, plan.kernel->head_dim, plan.tile_q)),
+        workspace_(static_cast<std::uint8_t*>(workspace)),
+        stream_(stream),
+        queries_(query_side(forward_, tensors.forward)),
+        keys_(key_side(forward_, tensors.forward)),
+        mask_(core::make_mask(0, 0, forward_.window_left, forward_.window_right)) {}
+
+  template <class Config, DType kDType, MaskKind kMask>
+  Status run() const {
+    const int row_blocks = static_cast<int>(offsets_.row_tiles * forward_.heads_q);
+    const bool has_rows = row_blocks > 0;
+    const bool has_keys = plan_.blocks > 0;
+    Status status;
+    if (has_rows && has_keys && problem_.deterministic) {
+      status = bound_keys<kDType>();
+    }
+    if (status.ok() && has_rows) {
+      status = cuda::launch("ampere prepare_rows", launch_of(row_blocks, kRowThreads),
+                            prepare_rows<Config, kDType>, prepare_params());
+    }
+    if (status.ok() && has_keys) {
+      status = run_main<Config, kDType, kMask>(false);
+    }
+    if (status.ok() && has_rows && has_keys && problem_.deterministic) {
+      status = repeat_measured<Config, kDType, kMask>(row_blocks);
+    }
+    if (status.ok() && has_rows) {
+      status = cuda::launch("ampere finish_rows", launch_of(row_blocks, kRowThreads),
+                            finish_rows<Config, kDType>, finish_params());
+    }
+    return status;
+  }
+
+ private:
+  template <class T>
+  T* at(std::size_t offset) const {
+    return reinterpret_cast<T*>(workspace_ + offset);
+  }
+
+  common::TileNumbers row_tiles() const {
+    return common::TileNumbers{
+        plan_.tile_q, static_cast<int>(forward_.batch),
+        static_cast<int>(core::ceil_div<std::int64_t>(forward_.seqlen_q, plan_.tile_q)),
+        queries_.cu_seqlens};
+  }
+
+  int group() const { return static_cast<int>(forward_.heads_q / forward_.heads_k); }
+
+  common::RowPass row_pass() const {
+    common::RowPass pass{};
+    pass.queries = queries_;
+    pass.keys = keys_;
+    pass.row_tiles = row_tiles();
+    pass.row_tile_count = static_cast<int>(offsets_.row_tiles);
+    pass.heads_q = static_cast<int>(forward_.heads_q);
+    pass.group = group();
+    pass.window_left = mask_.left;
+    pass.window_right = mask_.right;
+    pass.tile_floats = plan_.tile_q * plan_.kernel->head_dim;
+    pass.scale = forward_.scale;
+    pass.dq_sum = at<float>(offsets_.dq_sum);
+    if (problem_.deterministic) {
+      pass.key_bounds = at<core::KeyBounds>(offsets_.key_bounds);
+      pass.measured = at<int>(offsets_.measured);
+      pass.row_max = at<std::uint32_t>(offsets_.row_max);
+    }
+    return pass;
+  }
+
+  PrepareParams prepare_params() const {
+    PrepareParams params;
+    params.pass = row_pass();
+    params.o = make_operand(tensors_.forward.o, forward_.o, forward_.packed_q);
+    params.grad_o = make_operand(tensors_.grad_o, problem_.grad_o, forward_.packed_q);
+    params.o_low = problem_.has_o_low ? tensors_.o_low : nullptr;
+    params.o_low_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q;
+    params.head_dim_v = static_cast<int>(forward_.head_dim_v);
+    params.lse = tensors_.forward.lse;
+    params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
+    params.lse_head_stride = forward_.packed_q ? forward_.total_q : forward_.seqlen_q;
+    params.lse_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q * forward_.heads_q;
+    params.row_terms = at<float>(offsets_.row_terms);
+    return params;
+  }
+
+  BackwardParams main_params(bool repeats) const {
+    BackwardParams params;
+    params.q = make_operand(tensors_.forward.q, forward_.q, forward_.packed_q);
+    params.k = make_operand(tensors_.forward.k, forward_.k, forward_.packed_k);
+    params.v = make_operand(tensors_.forward.v, forward_.v, forward_.packed_k);
+    params.grad_o = make_operand(tensors_.grad_o, problem_.grad_o, forward_.packed_q);
+    params.grad_k = make_operand(tensors_.grad_k, problem_.grad_k, forward_.packed_k);
+    params.grad_v = make_operand(tensors_.grad_v, problem_.grad_v, forward_.packed_k);
+    params.queries = queries_;
+    params.keys = keys_;
+    params.order = backward_order(forward_, plan_.device, plan_.tile_k);
+    params.row_tiles = row_tiles();
+    params.row_tile_count = offsets_.row_tiles;
+    params.heads_k = static_cast<int>(forward_.heads_k);
+    params.group = group();
+    params.window_left = mask_.left;
+    params.window_right = mask_.right;
+    params.head_dim = static_cast<int>(forward_.head_dim);
+    params.head_dim_v = static_cast<int>(forward_.head_dim_v);
+    params.q_columns = forward_.scale == 0.0f ? 0 : params.head_dim;
+    params.scale = forward_.scale;
+    params.scale_log2 = forward_.scale * core::kLog2E;
+    params.integer_sums = problem_.deterministic;
+    const common::RowPass pass = row_pass();
+    params.row_max = pass.row_max;
+    params.key_bounds = pass.key_bounds;
+    params.measured = pass.measured;
+    params.repeats = repeats;
+    params.dq_sum = at<float>(offsets_.dq_sum);
+    params.row_terms = at<float>(offsets_.row_terms);
+    return params;
+  }
+
+  FinishParams finish_params() const {
+    FinishParams params;
+    params.pass = row_pass();
+    params.grad_q = make_operand(tensors_.grad_q, problem_.grad_q, forward_.packed_q);
+    params.head_dim = static_cast<int>(forward_.head_dim);
+    params.integer_sums = problem_.deterministic;
+    params.row_terms = at<float>(offsets_.row_terms);
+    return params;
+  }
+
+  // Heads with keys too loud for a bound, again (core/integer_unit.h). Nearly always there is none,
+  // and both kernels end at once.
+  template <class Config, DType kDType, MaskKind kMask>
+  Status repeat_measured(int row_blocks) const {
+    const int blocks = core::min_of(row_blocks, 2 * core::max_of(plan_.device.multiprocessors, 1));
+    const SettleParams<Config::kTileQ> params{row_pass(), plan_.tile_k, nullptr,
+                                              at<float>(offsets_.row_terms)};
+    const Status status = launch_settle_units(launch_of(blocks, common::kSettleThreads), params);
+    return status.ok() ? run_main<Config, kDType, kMask>(true) : status;
+  }
+
+  template <class Config, DType kDType, MaskKind kMask>
+  Status run_main(bool repeats) const {
+    static cuda::PreparedDevices prepared{0};
+    constexpr int kBytes = static_cast<int>(sizeof(BackwardStorage<Config>));
+    return cuda::launch(
+        "ampere backward",
+        ampere::launch_of(plan_, plan_.blocks, Config::kThreads, kBytes, stream_, &prepared),
+        backward_kernel<Config, kDType, kMask>, main_params(repeats));
+  }
+
+  template <DType kDType>
+  Status bound_keys() const {
+    common::KeyBoundsParams params;
+    params.queries = queries_;
+    params.keys = keys_;
+    const std::int64_t counted = forward_.packed_k ? forward_.total_k : forward_.seqlen_k;
+    params.key_tiles = common::TileNumbers{
+        plan_.tile_k, static_cast<int>(forward_.batch),
+        static_cast<int>(core::ceil_div<std::int64_t>(forward_.seqlen_k, plan_.tile_k)),
+        keys_.cu_seqlens};
+    params.heads_k = static_cast<int>(forward_.heads_k);
+    params.window_left = mask_.left;
+    params.window_right = mask_.right;
+    params.k = tensors_.forward.k;
+    params.v = tensors_.forward.v;
+    params.k_layout = forward_.k;
+    params.v_layout = forward_.v;
+    params.head_dim = static_cast<int>(forward_.head_dim);
+    params.head_dim_v = static_cast<int>(forward_.head_dim_v);
+    params.bounds = at<core::KeyBounds>(offsets_.key_bounds);
+    const Status status =
+        cuda::check(cudaMemsetAsync(at<void>(offsets_.measured), 0,
+                                    offsets_.zeroed_end - offsets_.measured, stream_),
+                    "cudaMemsetAsync");
+    if (!status.ok()) {
+      return status;
+    }
+    const std::int64_t tiles =
+        common::tile_numbers(forward_.packed_k, counted, forward_.batch, plan_.tile_k);
+    return launch_bound_keys<kDType>(
+        launch_of(static_cast<int>(tiles * forward_.heads_k), common::kBoundThreads), params);
+  }
+
+  cuda::Launch launch_of(int blocks, int threads) const {
+    return ampere::launch_of(plan_, blocks, threads, stream_);
+  }
+
+  const BackwardPlan& plan_;
+  const BackwardProblem& problem_;
+  const ForwardProblem& forward_;
+  const BackwardTensors& tensors_;
+  const BackwardWorkspace offsets_;
+  std::uint8_t* const workspace_;
+  const cudaStream_t stream_;
+  const core::SequenceSide queries_, keys_;
+  const core::Mask mask_;  // only its window
+};
+
+template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, SharedClass kShared>
+Status run_backward_tile(const BackwardCall& call) {
+  constexpr BackwardTile kTile = backward_tile(kHeadDim, kShared);
+  using Config = BackwardConfig<kHeadDim, kHeadDimV, kTile>;
+  static_assert(backward_shared_bytes(kTile, kHeadDim, kHeadDimV) <= shared_class_bytes(kShared));
+  static_assert(sizeof(BackwardStorage<Config>) ==
+                backward_shared_bytes(kTile, kHeadDim, kHeadDimV));
+  return call.run<Config, kDType, kMask>();
+}
+
+template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
+Status launch_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
+                       void* stream) {
+  const cuda::DeviceGuard device(plan.device.device.index);
+  if (!device.status().ok()) {
+    return device.status();
+  }
+  if constexpr (kDType == DType::f32) {
+    const BackwardCallF32 call(plan, tensors, workspace, static_cast<cudaStream_t>(stream));
+    return plan.problem.forward.float32_precision == Float32Precision::highest
+               ? launch_backward_f32<kHeadDim, Float32Precision::highest>(call, plan.device)
+               : launch_backward_f32<kHeadDim, Float32Precision::tf32>(call, plan.device);
+  } else {
+    const BackwardCall call(plan, tensors, workspace, static_cast<cudaStream_t>(stream));
+    switch (shared_class(plan.device.smem_optin_bytes)) {
+      case SharedClass::small:
+        return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::small>(call);
+      case SharedClass::medium:
+        return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::medium>(call);
+      case SharedClass::large:
+        return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::large>(call);
+    }
+    return Status();
+  }
+}
+
+}  // namespace pantile::ampere

@@ -1,0 +1,168 @@
+// Host side of the forward kernel: from a plan and pointers to a launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "ampere/f32/launch_forward.cuh"
+#include "ampere/forward/kernel.cuh"
+#include "ampere/forward/softmax_choice.h"
+#include "ampere/launch.cuh"
+#include "ampere/order.h"
+#include "core/softmax_state.h"
+#include "driver.h"
+#include "pantile/plan.h"
+#include "pantile/problem.h"
+#include "pantile/status.h"
+
+namespace pantile::ampere {
+
+inline ReferenceRules reference_rules(const SoftmaxOptions& softmax, const ForwardProblem& p) {
+  const float limit = softmax.rescale_threshold + softmax.p_max_offset;
+  const bool always = softmax.rescale_threshold == 0.0f && !p.wants_max_logit;
+  ReferenceRules rules;
+  rules.look_limit = always ? -INFINITY : limit;
+  rules.raise_limit = limit;
+  rules.p_offset = softmax.p_max_offset;
+  rules.shared_reach = shared_reach(softmax, p.dtype);
+  return rules;
+}
+
+inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensors& tensors) {
+  const ForwardProblem& p = plan.problem;
+  ForwardParams params;
+  params.q = make_operand(tensors.q, p.q, p.packed_q);
+  params.k = make_operand(tensors.k, p.k, p.packed_k);
+  params.v = make_operand(tensors.v, p.v, p.packed_k);
+  params.o = make_operand(tensors.o, p.o, p.packed_q);
+  params.lse = p.wants_lse ? tensors.lse : nullptr;
+  params.o_low = p.wants_o_low ? tensors.o_low : nullptr;
+  params.max_logit = tensors.max_logit;
+  params.output_f32 = p.output_f32;
+  params.lse_packed = p.packed_q;
+  params.lse_head_stride = p.packed_q ? p.total_q : p.seqlen_q;
+  params.queries = query_side(p, tensors);
+  params.keys = key_side(p, tensors);
+  params.group = core::FastDivmod(static_cast<int>(p.heads_q / p.heads_k));
+  params.heads_q = static_cast<int>(p.heads_q);
+  params.order = forward_order(p, plan.device, plan.tile_q);
+  const core::Mask mask = core::make_mask(0, 0, p.window_left, p.window_right);
+  params.window_left = mask.left;
+  params.window_right = mask.right;
+  params.head_dim = static_cast<int>(p.head_dim);
+  params.head_dim_v = static_cast<int>(p.head_dim_v);
+  params.scale = logit_scale(p.scale);
+  params.negate_q = p.scale < 0.0f;
+  params.zero_q = p.scale == 0.0f;
+  params.references = reference_rules(plan.softmax, p);
+  return params;
+}
+
+template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, ForwardTile kTile,
+          ForwardSoftmax kSoftmax, bool kLongRows>
+Status launch_forward_tile(ForwardParams params, const ForwardPlan& plan, cudaStream_t stream) {
+  constexpr int kSharedBytes = forward_shared_bytes(kTile, kHeadDim, kHeadDimV);
+  using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile, softmax_kind(kSoftmax), kLongRows>;
+  static_assert(sizeof(SummedStorage<Config>) == kSharedBytes);
+  params.q_pass_bytes = params.q.seq * Config::QCopy::kPassRows * 2;
+  params.k_pass_bytes = params.k.seq * Config::KCopy::kPassRows * 2;
+  params.v_pass_bytes = params.v.seq * Config::VCopy::kPassRows * 2;
+  params.k_tile_bytes = params.k.seq * kTile.tile_k * 2;
+  params.v_tile_bytes = params.v.seq * kTile.tile_k * 2;
+  const auto kernel = [] {
+    if constexpr (kLongRows) {
+      return long_forward_kernel<Config, kDType, kMask>;
+    } else if constexpr (kSoftmax == ForwardSoftmax::vector) {
+      return forward_kernel<Config, kDType, kMask>;
+    } else if constexpr (kSoftmax == ForwardSoftmax::tensor) {
+      return tensor_forward_kernel<Config, kDType, kMask>;
+    } else {
+      return trial_forward_kernel<Config, kDType, kMask>;
+    }
+  }();
+  static cuda::PreparedDevices prepared{0};
+  return cuda::launch(
+      "ampere forward",
+      launch_of(plan, plan.blocks, Config::kThreads, kSharedBytes, stream, &prepared), kernel,
+      params);
+}
+
+// The kernel of one kind of softmax, if the row and this build have it.
+template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, ForwardSoftmax kSoftmax>
+Status launch_softmax(const ForwardParams& params, const ForwardPlan& plan, cudaStream_t stream) {
+  if constexpr (has_softmax(kDType, kHeadDim, kHeadDimV, kMask, kSoftmax) &&
+                softmax_is_built(kSoftmax)) {
+    const auto launch_for = [&](auto shared) {
+      // A trial has two tiles at most: the one of 163 KB also runs, if not as well, with 99 KB.
+      constexpr SharedClass kShared =
+          is_trial(kSoftmax) && decltype(shared)::value == SharedClass::small
+              ? SharedClass::medium
+              : decltype(shared)::value;
+      constexpr ForwardTile kTile = forward_tile(kHeadDim, kHeadDimV, kMask, kShared);
+      static_assert(forward_shared_bytes(kTile, kHeadDim, kHeadDimV) <=
+                    shared_class_bytes(decltype(shared)::value));
+      if constexpr (kSoftmax == ForwardSoftmax::vector) {
+        if (plan.problem.seqlen_k > kLongRowKeys) {
+          return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, kTile, kSoftmax, true>(
+              params, plan, stream);
+        }
+      }
+      return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, kTile, kSoftmax, false>(
+          params, plan, stream);
+    };
+    switch (shared_class(plan.device.smem_optin_bytes)) {
+      case SharedClass::small:
+        return launch_for(std::integral_constant<SharedClass, SharedClass::small>());
+      case SharedClass::medium:
+        return launch_for(std::integral_constant<SharedClass, SharedClass::medium>());
+      case SharedClass::large:
+        return launch_for(std::integral_constant<SharedClass, SharedClass::large>());
+    }
+  }
+  return Status::error(StatusCode::unavailable, "%s is not built with softmax kind %d",
+                       plan.kernel->name, static_cast<int>(kSoftmax));
+}
+
+template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
+Status launch_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
+                      void* stream) {
+  static_cast<void>(workspace);  // the forward needs none
+  if (plan.blocks == 0) {
+    return Status();
+  }
+  const cuda::DeviceGuard device(plan.device.device.index);
+  if (!device.status().ok()) {
+    return device.status();
+  }
+  const ForwardParams params = forward_params(plan, tensors);
+  const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  if constexpr (kDType == DType::f32) {
+    return plan.problem.float32_precision == Float32Precision::highest
+               ? launch_forward_f32<kHeadDim, Float32Precision::highest>(params, plan, tensors,
+                                                                         cuda_stream)
+               : launch_forward_f32<kHeadDim, Float32Precision::tf32>(params, plan, tensors,
+                                                                      cuda_stream);
+  } else {
+    switch (forward_softmax(plan.softmax)) {
+#define PANTILE_SOFTMAX(kind)                                                                     \
+  case ForwardSoftmax::kind:                                                                      \
+    return launch_softmax<kDType, kHeadDim, kHeadDimV, kMask, ForwardSoftmax::kind>(params, plan, \
+                                                                                    cuda_stream);
+      PANTILE_SOFTMAX(vector)
+      PANTILE_SOFTMAX(tensor)
+      PANTILE_SOFTMAX(quarter_share)
+      PANTILE_SOFTMAX(half_share)
+      PANTILE_SOFTMAX(full_share)
+      PANTILE_SOFTMAX(row_share)
+      PANTILE_SOFTMAX(surrogate)
+      PANTILE_SOFTMAX(fast_scale)
+#undef PANTILE_SOFTMAX
+    }
+    return Status();
+  }
+}
+
+}  // namespace pantile::ampere
