@@ -63,6 +63,14 @@ const char* feature_name(Feature feature) {
     case Feature::deterministic: return "deterministic";
     case Feature::smooth_k: return "smooth_k";
     case Feature::hadamard: return "hadamard";
+    case Feature::softcap: return "softcap";
+    case Feature::alibi: return "ALiBi";
+    case Feature::sinks: return "sinks";
+    case Feature::bias: return "bias";
+    case Feature::dropout: return "dropout";
+    case Feature::grad_alibi: return "gradient of ALiBi slopes";
+    case Feature::grad_sinks: return "gradient of sinks";
+    case Feature::grad_bias: return "gradient of bias";
   }
   return "?";
 }

@@ -129,7 +129,7 @@ class PlanKey {
     }
   }
 
-  std::array<std::int64_t, 96> fields_{};
+  std::array<std::int64_t, 128> fields_{};
   int count_ = 0;
 };
 

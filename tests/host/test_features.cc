@@ -107,13 +107,28 @@ TEST(Fields, CanonicalProblemsStayAsTheyAre) {
 // because a rule of every family looks at them.
 TEST(Features, AreAskedForByTheseFields) {
   const std::map<std::string, Feature> asking = {
-      {".packed_q", Feature::packed},       {".packed_k", Feature::packed},
-      {".has_seqused_q", Feature::seqused}, {".has_seqused_k", Feature::seqused},
-      {".wants_lse", Feature::lse},         {".wants_max_logit", Feature::max_logit},
-      {".output_f32", Feature::output_f32}, {".wants_o_low", Feature::o_low},
-      {"fp8.smooth_k", Feature::smooth_k},  {".deterministic", Feature::deterministic},
-      {".has_grad_lse", Feature::grad_lse}, {".has_o_low", Feature::o_low},
+      {".packed_q", Feature::packed},
+      {".packed_k", Feature::packed},
+      {".has_seqused_q", Feature::seqused},
+      {".has_seqused_k", Feature::seqused},
+      {".wants_lse", Feature::lse},
+      {".wants_max_logit", Feature::max_logit},
+      {".output_f32", Feature::output_f32},
+      {".wants_o_low", Feature::o_low},
+      {"fp8.smooth_k", Feature::smooth_k},
+      {".deterministic", Feature::deterministic},
+      {".has_grad_lse", Feature::grad_lse},
+      {".has_o_low", Feature::o_low},
       {".hadamard", Feature::hadamard},
+      {"variant.softcap", Feature::softcap},
+      {"variant.has_alibi", Feature::alibi},
+      {"variant.alibi_by_batch", Feature::alibi},
+      {"variant.has_sinks", Feature::sinks},
+      {"variant.has_bias", Feature::bias},
+      {"variant.dropout", Feature::dropout},
+      {".wants_grad_alibi", Feature::grad_alibi},
+      {".wants_grad_sinks", Feature::grad_sinks},
+      {".wants_grad_bias", Feature::grad_bias},
   };
   const auto check = [&](auto problem) {
     for_each_field(problem, [&](const char* owner, const char* name, auto& value, Feature feature) {

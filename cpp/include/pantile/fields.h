@@ -46,12 +46,34 @@ constexpr void of_fp8(Format& fp8, F&& f) {
   f("fp8", "smooth_k", smooth_k, Feature::smooth_k);
 }
 
+template <class V, class F>
+constexpr void of_variant(V& variant, F&& f) {
+  auto& [softcap, has_alibi, alibi_by_batch, has_sinks, has_bias, bias_dtype, bias, dropout,
+         batch_offset, head_offset, query_offset, key_offset] = variant;
+  auto& [batch, head, query, base_align_bytes] = bias;
+  f("variant", "softcap", softcap, Feature::softcap);
+  f("variant", "has_alibi", has_alibi, Feature::alibi);
+  f("variant", "alibi_by_batch", alibi_by_batch, Feature::alibi);
+  f("variant", "has_sinks", has_sinks, Feature::sinks);
+  f("variant", "has_bias", has_bias, Feature::bias);
+  f("variant", "bias_dtype", bias_dtype, Feature::none);
+  f("bias", "batch", batch, Feature::none);
+  f("bias", "head", head, Feature::none);
+  f("bias", "query", query, Feature::none);
+  f("bias", "base_align_bytes", base_align_bytes, Feature::none);
+  f("variant", "dropout", dropout, Feature::dropout);
+  f("variant", "batch_offset", batch_offset, Feature::none);
+  f("variant", "head_offset", head_offset, Feature::none);
+  f("variant", "query_offset", query_offset, Feature::none);
+  f("variant", "key_offset", key_offset, Feature::none);
+}
+
 template <class P, class F>
 constexpr void of_forward(P& problem, F&& f) {
   auto& [dtype, batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, packed_q,
          packed_k, total_q, total_k, has_seqused_q, has_seqused_k, window_left, window_right, scale,
          float32_precision, softmax, wants_lse, wants_max_logit, output_f32, wants_o_low, q, k, v,
-         o, fp8] = problem;
+         o, fp8, variant] = problem;
   f("", "dtype", dtype, Feature::none);
   f("", "batch", batch, Feature::none);
   f("", "heads_q", heads_q, Feature::none);
@@ -80,15 +102,20 @@ constexpr void of_forward(P& problem, F&& f) {
   of_layout("v", v, f);
   of_layout("o", o, f);
   of_fp8(fp8, f);
+  of_variant(variant, f);
 }
 
 template <class P, class F>
 constexpr void of_backward(P& problem, F&& f) {
-  auto& [forward, deterministic, has_grad_lse, has_o_low, grad_o, grad_q, grad_k, grad_v] = problem;
+  auto& [forward, deterministic, has_grad_lse, has_o_low, wants_grad_alibi, wants_grad_sinks,
+         wants_grad_bias, grad_o, grad_q, grad_k, grad_v] = problem;
   of_forward(forward, f);
   f("", "deterministic", deterministic, Feature::deterministic);
   f("", "has_grad_lse", has_grad_lse, Feature::grad_lse);
   f("", "has_o_low", has_o_low, Feature::o_low);
+  f("", "wants_grad_alibi", wants_grad_alibi, Feature::grad_alibi);
+  f("", "wants_grad_sinks", wants_grad_sinks, Feature::grad_sinks);
+  f("", "wants_grad_bias", wants_grad_bias, Feature::grad_bias);
   of_layout("grad_o", grad_o, f);
   of_layout("grad_q", grad_q, f);
   of_layout("grad_k", grad_k, f);

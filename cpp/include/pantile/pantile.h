@@ -9,4 +9,5 @@
 #include "pantile/quantize.h"
 #include "pantile/registry.h"
 #include "pantile/status.h"
+#include "pantile/variant.h"
 #include "pantile/version.h"

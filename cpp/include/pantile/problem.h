@@ -9,6 +9,7 @@
 
 #include "pantile/dtype.h"
 #include "pantile/registry.h"
+#include "pantile/variant.h"
 
 namespace pantile {
 
@@ -128,6 +129,8 @@ struct ForwardProblem {
   Layout q, k, v, o;  // e4m3: q, k and v are not read, those operands have one form (quantize.h)
 
   Fp8Format fp8;  // read when dtype is e4m3
+
+  Variant variant;
 };
 
 // What belongs to q, k and v of dtype e4m3; forms in quantize.h.
@@ -151,6 +154,7 @@ struct ForwardTensors {
   const std::int32_t* seqused_q = nullptr;     // [batch]
   const std::int32_t* seqused_k = nullptr;     // [batch]
   Fp8Tensors fp8;                              // dtype e4m3 only
+  VariantTensors variant;
 };
 
 // The mask of a canonical problem, in which a side that hides nothing is kUnbounded.
@@ -181,6 +185,11 @@ struct BackwardProblem {
   // error, which the Hopper backward takes out of dQ (docs/numerics.md). A backward over some of
   // the keys, with the LSE of all, goes without it.
   bool has_o_low = false;
+  // Which gradients of the variant's tensors are wanted. That of the bias has the bias's shape,
+  // contiguous: [batch | 1, heads_q | 1, seqlen_q | 1, seqlen_k], 1 where its stride is 0.
+  bool wants_grad_alibi = false;
+  bool wants_grad_sinks = false;
+  bool wants_grad_bias = false;
   Layout grad_o, grad_q, grad_k, grad_v;
 };
 
@@ -192,6 +201,7 @@ struct BackwardTensors {
   void* grad_q = nullptr;              // like q
   void* grad_k = nullptr;              // like k
   void* grad_v = nullptr;              // like v
+  VariantGradients variant;
 };
 
 }  // namespace pantile

@@ -30,8 +30,16 @@ enum class Feature : std::uint8_t {
   deterministic,  // equal bits from equal inputs
   smooth_k,       // FP8: K less its mean
   hadamard,       // FP8: rotated Q and K
+  softcap,        // of the variant (variant.h), and the gradients of its tensors
+  alibi,
+  sinks,
+  bias,
+  dropout,
+  grad_alibi,
+  grad_sinks,
+  grad_bias,
 };
-inline constexpr int kFeatureCount = static_cast<int>(Feature::hadamard) + 1;
+inline constexpr int kFeatureCount = static_cast<int>(Feature::grad_bias) + 1;
 
 class FeatureSet {
  public:

@@ -1,0 +1,67 @@
+// What a call changes of plain attention. In this order, for the score of query i and key j, head
+// h:
+//
+//   s = scale * q_i . k_j
+//   s = softcap * tanh(s / softcap)
+//   s = s - alibi_slopes[h] * |i + Sk - Sq - j|
+//   s = s + bias[b, h, i, j]
+//   mask
+//   P = exp(s) / (sum over visible keys of exp(s) + exp(sinks[h]))
+//   P = kept ? P * 256 / (256 - dropped) : 0                                      (dropout)
+//   O = P V
+//
+// LSE is the logarithm of the sum in P's denominator, sink included, before dropout.
+#pragma once
+
+#include <cstdint>
+
+#include "pantile/dtype.h"
+
+namespace pantile {
+
+// An additive bias [batch, heads_q, seqlen_q, seqlen_k]. Distances in elements; 0 along an axis
+// that shares the bias. Keys are contiguous.
+struct BiasLayout {
+  std::int64_t batch = 0;
+  std::int64_t head = 0;
+  std::int64_t query = 0;
+  int base_align_bytes = 16;  // a power of two that divides the address
+};
+
+// Off, all of it, by default: plain attention.
+struct Variant {
+  float softcap = 0.0f;    // 0: none; else positive
+  bool has_alibi = false;  // fp32 slopes [heads_q], or [batch, heads_q] with:
+  bool alibi_by_batch = false;
+  bool has_sinks = false;  // fp32 [heads_q]; not scaled
+  bool has_bias = false;
+  DType bias_dtype = DType::bf16;  // f32 or the dtype of Q
+  BiasLayout bias;
+
+  // Of 256 equally likely cases, how many remove a weight: 0 (no dropout) to 255. The mask is
+  // that of core/dropout.h at (batch_offset + b, head_offset + h, query_offset + i,
+  // key_offset + j): ranks that share the work name their part.
+  int dropout = 0;
+  std::int64_t batch_offset = 0;
+  std::int64_t head_offset = 0;
+  std::int64_t query_offset = 0;
+  std::int64_t key_offset = 0;
+};
+
+struct VariantTensors {
+  const float* alibi_slopes = nullptr;  // null unless has_alibi
+  const float* sinks = nullptr;         // null unless has_sinks
+  const void* bias = nullptr;           // null unless has_bias
+  const std::int64_t* dropout_seed =
+      nullptr;  // {seed, offset}, on the device; null without dropout
+};
+
+// Gradients of the variant's tensors, fp32, in their shapes; null unless wanted. Written whole. A
+// bias that an axis shares gets the sum over that axis.
+struct VariantGradients {
+  float* alibi_slopes = nullptr;
+  float* sinks = nullptr;
+  float* bias = nullptr;
+};
+
+}  // namespace pantile
