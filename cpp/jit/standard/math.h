@@ -1,0 +1,1 @@
+// The functions are built into NVRTC; see cstdint.
