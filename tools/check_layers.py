@@ -21,9 +21,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 PUBLIC, CORE = "cpp/include/pantile/", "cpp/core/"
 FAMILY_PLANS = ["cuda/backend.h", "cuda/hopper/plan.h", "cuda/ampere/plan.h"]
-HOST = [PUBLIC, CORE, "cpp/host/"]
-TILES = ["cuda/tile/", "cuda/prim/", CORE, PUBLIC]
 JIT = "cpp/jit/"
+HOST = [PUBLIC, CORE, JIT, "cpp/host/"]
+TILES = ["cuda/tile/", "cuda/prim/", CORE, PUBLIC]
 KERNELS = ["cuda/common/", "cuda/attn/", "cuda/driver.h", *TILES]
 
 # What the files under a prefix may include; the longest prefix that fits a file counts.

@@ -37,13 +37,6 @@ bool take(const std::string& text, const char* label, std::size_t* at, int* valu
   return true;
 }
 
-std::string one_line(std::string text) {
-  for (char& c : text) {
-    c = c == '\n' ? ' ' : c;
-  }
-  return text;
-}
-
 }  // namespace
 
 std::string image_key(const Request& request) {

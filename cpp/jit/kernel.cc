@@ -52,6 +52,7 @@ Status compile_to_folder(const Request& request, const std::string& folder, Kern
   if (!status.ok()) {
     return status;
   }
+  std::snprintf(facts->name, sizeof facts->name, "%s", image.name.c_str());
   facts->registers = image.registers;
   facts->spill_bytes = image.spill_bytes;
   facts->shared_bytes = image.shared_bytes;

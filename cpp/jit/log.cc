@@ -9,15 +9,27 @@ namespace pantile::jit {
 namespace {
 
 std::atomic<LogFunction> current{nullptr};
+thread_local DelayedLog* delayed = nullptr;
 
 }  // namespace
+
+DelayedLog::DelayedLog() : before_(std::exchange(delayed, this)) {}
+
+DelayedLog::~DelayedLog() {
+  delayed = before_;
+  for (const auto& [level, text] : kept_) {
+    log(level, text);
+  }
+}
 
 void set_log(LogFunction log) {
   current.store(log);
 }
 
 void log(LogLevel level, const std::string& text) {
-  if (const LogFunction function = current.load()) {
+  if (delayed != nullptr) {
+    delayed->add(level, text);
+  } else if (const LogFunction function = current.load()) {
     function(level, text.c_str());
   } else if (level == LogLevel::warning) {
     std::fprintf(stderr, "pantile: %s\n", text.c_str());

@@ -164,6 +164,7 @@ Status Store::find(const Request& request, void* stream, const Kernel** kernel) 
                          "(C++: pantile::compile(plan), Python: pantile.compile)",
                          request.name.c_str());
   }
+  const DelayedLog delayed;
   const std::lock_guard<std::mutex> lock(entry.mutex);
   if (entry.kernel == nullptr) {
     const Status status = make(request, &entry.kernel);

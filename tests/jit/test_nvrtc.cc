@@ -109,14 +109,20 @@ TEST_F(CompileTest, GivesCodeAndFacts) {
 }
 
 TEST_F(CompileTest, WarnsOfSpillsAndAdvisories) {
-  ASSERT_TRUE(compile(found_, request_of("spills serialised"), &image_).ok());
-  EXPECT_EQ(image_.spill_bytes, 12);
+  ASSERT_TRUE(compile(found_, request_of("spills many, serialised"), &image_).ok());
+  EXPECT_EQ(image_.spill_bytes, 200);
   EXPECT_EQ(image_.advisories, "C7515,C7510");
   ASSERT_EQ(Messages::get().warnings.size(), 1u);
   const std::string& warning = Messages::get().warnings[0];
-  EXPECT_TRUE(contains(warning, "kernel of spills serialised")) << warning;
-  EXPECT_TRUE(contains(warning, "12 bytes")) << warning;
+  EXPECT_TRUE(contains(warning, "kernel of spills many, serialised")) << warning;
+  EXPECT_TRUE(contains(warning, "200 bytes")) << warning;
   EXPECT_TRUE(contains(warning, "C7515,C7510")) << warning;
+}
+
+TEST_F(CompileTest, AFewSpillsAreRecordedOnly) {
+  ASSERT_TRUE(compile(found_, request_of("spills"), &image_).ok());
+  EXPECT_EQ(image_.spill_bytes, 12);
+  EXPECT_TRUE(Messages::get().warnings.empty());
 }
 
 TEST_F(CompileTest, ErrorsOfTheSourceAreTold) {

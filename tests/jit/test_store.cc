@@ -203,6 +203,26 @@ TEST_F(StoreTest, FailuresAreToldAndTriedAgain) {
   EXPECT_TRUE(store.find(request_of("source"), nullptr, &kernel).ok());
 }
 
+// A log that waits for Python's lock must not be called by a thread that holds one of the store.
+TEST_F(StoreTest, TheLogIsCalledWithoutALock) {
+  static Store* current = nullptr;
+  static bool again = false;
+  Store store(machine());
+  current = &store;
+  again = true;
+  set_log([](LogLevel, const char*) {
+    if (std::exchange(again, false)) {  // would wait for ever for the thread that called it
+      std::thread([] {
+        const Kernel* same = nullptr;
+        EXPECT_TRUE(current->find(request_of("source"), nullptr, &same).ok());
+      }).join();
+    }
+  });
+  EXPECT_TRUE(store.find(request_of("source"), nullptr, &kernel).ok());
+  EXPECT_FALSE(again);
+  EXPECT_EQ(compiled, 1);
+}
+
 TEST_F(StoreTest, RequestsAreChecked) {
   Store store(machine());
   const Status status = store.find(Request{"name", "source", "entry", 70}, nullptr, &kernel);

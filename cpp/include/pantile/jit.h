@@ -11,7 +11,18 @@
 #pragma once
 
 #include "pantile/export.h"
+#include "pantile/plan.h"
 #include "pantile/status.h"
+
+namespace pantile {
+
+// Compiles or loads what the first run of the plan would compile or load, and launches nothing:
+// before a CUDA graph is captured, or before a server takes requests. One call serves all plans
+// with the same kernel, mask kind, tiles and variant, whatever their lengths and pointers.
+PANTILE_API Status compile(const ForwardPlan& plan);
+PANTILE_API Status compile(const BackwardPlan& plan);
+
+}  // namespace pantile
 
 namespace pantile::jit {
 
@@ -36,8 +47,26 @@ PANTILE_API void set_log(LogFunction log);
 // The NVRTC that would compile, "13.0, /usr/.../libnvrtc.so.13", or why there is none. Loads it.
 PANTILE_API Status find_nvrtc(char* text, int capacity);
 
-// Compiles one CUDA kernel against the embedded headers of pantile's kernels, without a GPU, and
-// writes it to `folder`, where PANTILE_CACHE or set_shipped_folders finds it. `entry` is the name
+struct KernelFacts {
+  char name[128] = "";
+  char file[512] = "";
+  int registers = 0;         // of a thread
+  int spill_bytes = 0;       // stored by a thread to local memory for want of registers
+  int shared_bytes = 0;      // static shared memory of a block
+  int bytes = 0;             // of the machine code
+  char advisories[64] = "";  // "C7515": the compiler's remarks on slow code, divided by commas
+  double seconds = 0.0;      // that the compiler took
+};
+
+// For machines without NVRTC: compiles the kernels of a plan, needing no GPU, into a folder where
+// PANTILE_CACHE or set_shipped_folders() finds them. Sets `count` to the number of kernels, 0 when
+// the library has them all, and writes the facts of the first `capacity`.
+PANTILE_API Status compile_to_folder(const ForwardPlan& plan, const char* folder,
+                                     KernelFacts* facts, int capacity, int* count);
+PANTILE_API Status compile_to_folder(const BackwardPlan& plan, const char* folder,
+                                     KernelFacts* facts, int capacity, int* count);
+
+// The same for a kernel of one's own, against the headers of pantile's kernels. `entry` is the name
 // of an extern "C" kernel of `source`, or an instance of a kernel template. `arch` is a compute
 // capability, 90 or 80.
 struct KernelSource {
@@ -45,15 +74,6 @@ struct KernelSource {
   const char* source = nullptr;
   const char* entry = nullptr;
   int arch = 0;
-};
-struct KernelFacts {
-  int registers = 0;         // of a thread
-  int spill_bytes = 0;       // stored by a thread to local memory for want of registers
-  int shared_bytes = 0;      // static shared memory of a block
-  int bytes = 0;             // of the machine code
-  double seconds = 0.0;      // that the compiler took
-  char advisories[64] = "";  // "C7515": the compiler's remarks on slow code, divided by commas
-  char file[512] = "";
 };
 PANTILE_API Status compile_to_folder(const KernelSource& source, const char* folder,
                                      KernelFacts* facts);
