@@ -68,6 +68,11 @@ lint: $(VENV)/ready  ## ruff, mypy, clang-format, layers and sizes, pages, links
 	$(PY) tools/results_docs.py --check
 	$(PY) tools/verification.py --check
 
+.PHONY: tidy
+tidy: $(VENV)/ready  ## clang-tidy on cpp/host and cpp/core: .clang-tidy (after make build)
+	$(VENV)/bin/clang-tidy --quiet cpp/host/*.cc cpp/core/*.h -- -x c++ -std=c++17 \
+	  -DPANTILE_STATIC -Icpp -Icpp/include -Icuda -I$(BUILD)/generated
+
 .PHONY: sanitize
 sanitize: $(VENV)/ready  ## the C++ tests under the address, undefined-behaviour and thread sanitizers
 	for preset in asan tsan; do \

@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import kernel_budget as budget
@@ -258,32 +258,37 @@ def print_kernel(key: str, f: budget.Figures) -> None:
         )
 
 
-def rows_of_build(build: pathlib.Path) -> Iterator[tuple[str, list[Function]]]:
-    """The rows of cuda/kernels.def and their functions, each object disassembled once."""
-    rows = budget.row_names(build)
-    for file in dict.fromkeys(map(budget.file_of, rows)):
-        objects = list(build.rglob(f"{file}.cu.o"))
-        if len(objects) != 1:
-            raise SystemExit(f"{file}: {len(objects)} objects under {build}, expected one")
-        functions = disassemble(objects[0], ARCH[file.split("_")[0]])
-        for row in rows:
-            if budget.file_of(row) == file:
-                yield row, [f for f in functions if budget.row_of(file, f.symbol) == row]
-
-
-def read_and_print(build: pathlib.Path) -> tuple[dict[str, budget.Figures], list[str]]:
+def read_file(build: pathlib.Path, file: str) -> tuple[dict[str, budget.Figures], list[str]]:
+    """The figures of the rows that share a generated file, and what is wrong with them."""
+    objects = list(build.rglob(f"{file}.cu.o"))
+    if len(objects) != 1:
+        raise SystemExit(f"{file}: {len(objects)} objects under {build}, expected one")
+    functions = disassemble(objects[0], ARCH[file.split("_")[0]])
     found: dict[str, budget.Figures] = {}
     errors: list[str] = []
-    for row, functions in rows_of_build(build):
-        errors += family_errors(row, functions)
-        for function in functions:
+    for row in (row for row in budget.row_names(build) if budget.file_of(row) == file):
+        mine = [f for f in functions if budget.row_of(file, f.symbol) == row]
+        errors += family_errors(row, mine)
+        for function in mine:
             if not function.loops:
                 continue  # row kernels around the main one; kernel_report.py sees their spills
             key = f"{row}/{function.name}"
             while key in found:  # instances of one template within a row
                 key += "+"
             found[key] = figures(function)
-            print_kernel(key, found[key])
+    return found, errors
+
+
+def read_and_print(build: pathlib.Path) -> tuple[dict[str, budget.Figures], list[str]]:
+    found: dict[str, budget.Figures] = {}
+    errors: list[str] = []
+    files = dict.fromkeys(map(budget.file_of, budget.row_names(build)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # cuobjdump is what takes time
+        for of_file, wrong in pool.map(lambda file: read_file(build, file), files):
+            for key, of_kernel in of_file.items():
+                print_kernel(key, of_kernel)
+            found |= of_file
+            errors += wrong
     return found, errors
 
 
