@@ -4,6 +4,7 @@
 For each row of cuda/kernels.def it disassembles the object (cuobjdump and nvdisasm, PyPI packages
 nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm) and checks
 
+* that nothing is read before it was written (sass_hazards.py);
 * rules of the family: a hopper kernel uses wgmma (HGMMA, QGMMA) and TMA (UTMALDG) and no HMMA; an
   ampere kernel uses HMMA, LDSM and LDGSTS;
 * the hot loops, which are the innermost loops that hold a matrix instruction: local memory
@@ -28,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import kernel_budget as budget
+import sass_hazards
 
 MATRIX = ("HGMMA", "QGMMA", "HMMA", "QMMA")
 RULES = {  # family -> (opcodes of which one must be there, per group; opcodes that must not)
@@ -71,6 +73,7 @@ class Function:
     code: list[Instruction]
     symbol: str = ""  # mangled
     loops: list[list[Instruction]] = field(default_factory=list)
+    early_reads: list[str] = field(default_factory=list)  # a fault of ptxas: sass_hazards.py
 
     def count(self, *opcodes: str) -> int:
         return sum(i.opcode.startswith(opcodes) for i in self.code)
@@ -102,7 +105,9 @@ def disassemble(path: pathlib.Path, arch: str) -> list[Function]:
                 r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)([^;]*);", body
             )
         ]
-        functions.append(Function(budget.kernel_name(name.strip()), code, name.strip()))
+        function = Function(budget.kernel_name(name.strip()), code, name.strip())
+        function.early_reads = list(sass_hazards.early_reads(body))
+        functions.append(function)
     for function in functions:
         function.loops = hot_loops(function.code)
     if not functions:
@@ -265,7 +270,7 @@ def read_file(build: pathlib.Path, file: str) -> tuple[dict[str, budget.Figures]
         raise SystemExit(f"{file}: {len(objects)} objects under {build}, expected one")
     functions = disassemble(objects[0], ARCH[file.split("_")[0]])
     found: dict[str, budget.Figures] = {}
-    errors: list[str] = []
+    errors = [f"{file}: {f.name}: {line}" for f in functions for line in f.early_reads]
     for row in (row for row in budget.row_names(build) if budget.file_of(row) == file):
         mine = [f for f in functions if budget.row_of(file, f.symbol) == row]
         errors += family_errors(row, mine)
