@@ -92,6 +92,11 @@ check-cuda12: $(VENV)/ready  ## compile one hopper kernel with the compiler of C
 	  'nvidia-cuda-nvcc-cu12==12.8.*'
 	$(PY) tools/check_cuda12.py build/cuda12
 
+.PHONY: check-nvrtc
+check-nvrtc: $(VENV)/ready  ## compile kernels as it is done at run time, by NVRTC (after make build)
+	$(PY) -m pip install --quiet --upgrade --no-deps --target build/nvrtc 'nvidia-cuda-nvrtc==13.0.*'
+	$(PY) tools/check_nvrtc.py build/nvrtc
+
 .PHONY: bench
 bench:  ## this machine against torch (after make build); more: docs/benchmarks.md
 	$(PY) -m pantile bench

@@ -85,6 +85,22 @@ Status read_device(int index, DeviceProps* props) {
   return Status();
 }
 
+// Lets `kernel` have `bytes` of dynamic shared memory on the current device, `device`. `prepared`
+// belongs to the kernel; setting it twice is harmless.
+Status allow_shared_memory(const void* kernel, int bytes, int device, PreparedDevices& prepared) {
+  const std::uint64_t bit = std::uint64_t{1} << (device & 63);
+  if ((prepared.load(std::memory_order_relaxed) & bit) != 0) {
+    return Status();
+  }
+  const Status status =
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+            "cudaFuncSetAttribute");
+  if (status.ok()) {
+    prepared.fetch_or(bit, std::memory_order_relaxed);
+  }
+  return status;
+}
+
 }  // namespace
 
 Status check(cudaError_t error, const char* what) {
@@ -130,6 +146,26 @@ Status query_device(int index, DeviceProps* props) {
     *props = cached.props;
   }
   return status;
+}
+
+Status launch(const char* name, const Launch& how, const void* kernel, void** params) {
+  if (how.prepared != nullptr) {
+    const Status status = allow_shared_memory(kernel, how.shared_bytes, how.device, *how.prepared);
+    if (!status.ok()) {
+      return status;
+    }
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = how.grid;
+  config.blockDim = how.block;
+  config.dynamicSmemBytes = static_cast<std::size_t>(how.shared_bytes);
+  config.stream = how.stream;
+  config.attrs = &attribute;
+  config.numAttrs = how.early ? 1 : 0;
+  return check(cudaLaunchKernelExC(&config, kernel, params), name);
 }
 
 TensorMapEncoder tensor_map_encoder(Status* status) {

@@ -6,7 +6,6 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 
 #include "pantile/status.h"
@@ -21,24 +20,7 @@ TensorMapEncoder tensor_map_encoder(Status* status);
 // Ok, or "what: name: text of the error"; clears the error unless it is sticky.
 Status check(cudaError_t error, const char* what);
 
-// Lets `kernel` have `bytes` of dynamic shared memory on the current device, `device`. `prepared`
-// belongs to the kernel and has one bit a device; setting it twice is harmless.
-inline Status allow_shared_memory(const void* kernel, int bytes, int device,
-                                  std::atomic<std::uint64_t>& prepared) {
-  const std::uint64_t bit = std::uint64_t{1} << (device & 63);
-  if ((prepared.load(std::memory_order_relaxed) & bit) != 0) {
-    return Status();
-  }
-  const Status status =
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-            "cudaFuncSetAttribute");
-  if (status.ok()) {
-    prepared.fetch_or(bit, std::memory_order_relaxed);
-  }
-  return status;
-}
-
-// Devices on which a kernel may have the shared memory that it needs: allow_shared_memory().
+// The devices on which a kernel may have the shared memory that it needs, one bit each.
 using PreparedDevices = std::atomic<std::uint64_t>;
 
 // A kernel's launch, without its arguments.
@@ -53,28 +35,16 @@ struct Launch {
   int device = 0;
 };
 
-// Ok, or "name: " and what CUDA says.
+// Starts a kernel: the address of one that nvcc compiled, or the handle of one that was compiled at
+// run time (jit/kernel.h). `params` points to its parameters. Ok, or "name: " and what CUDA says.
+Status launch(const char* name, const Launch& how, const void* kernel, void** params);
+
+// The same with the kernel's parameters checked by the compiler.
 template <class... Params>
 Status launch(const char* name, const Launch& how, void (*kernel)(Params...),
               const Params&... params) {
-  if (how.prepared != nullptr) {
-    const Status status = allow_shared_memory(reinterpret_cast<const void*>(kernel),
-                                              how.shared_bytes, how.device, *how.prepared);
-    if (!status.ok()) {
-      return status;
-    }
-  }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = how.grid;
-  config.blockDim = how.block;
-  config.dynamicSmemBytes = static_cast<std::size_t>(how.shared_bytes);
-  config.stream = how.stream;
-  config.attrs = &attribute;
-  config.numAttrs = how.early ? 1 : 0;
-  return check(cudaLaunchKernelEx(&config, kernel, params...), name);
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&params))...};
+  return launch(name, how, reinterpret_cast<const void*>(kernel), pointers);
 }
 
 // Makes a device current for its lifetime. Costs one query when it already is.

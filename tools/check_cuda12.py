@@ -3,7 +3,7 @@
 
 PyPI's CUDA 12 packages hold no nvcc program; they hold its compiler as a library, NVRTC, and its
 headers. NVRTC compiles the device code of the row down to machine code, and the host compiler
-checks cuda/backend.cc against the CUDA 12.8 headers.
+checks the files that call CUDA against the CUDA 12.8 headers.
 
 usage: check_cuda12.py FOLDER, where `pip install --target FOLDER` put nvidia-cuda-nvrtc-cu12,
 nvidia-cuda-runtime-cu12 and nvidia-cuda-nvcc-cu12
@@ -19,38 +19,13 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 INCLUDES = ("cuda", "cpp", "cpp/include")
+STANDARD_HEADERS = "cpp/jit/standard"  # what device code uses of them: NVRTC has none
 KERNEL = (
     "pantile::hopper::forward_kernel<"
     "pantile::hopper::ForwardVariant<128, 128, pantile::MaskKind::causal, false>, "
     "pantile::DType::bf16>"
 )
-SOURCE = """
-#define __builtin_huge_valf() __builtin_bit_cast(float, 0x7f800000)
-#include "hopper/forward/kernel.cuh"
-"""
-
-# NVRTC has no C++ standard library: this is what the device code uses of it.
-INTEGERS = "".join(
-    f"using {sign}int{bits}_t = {'unsigned' if sign else 'signed'} {base};\n"
-    for bits, base in ((8, "char"), (16, "short"), (32, "int"), (64, "long"))
-    for sign in ("", "u")
-)
-STANDARD_HEADERS = {
-    "initializer_list": "",  # built into NVRTC
-    "limits": """#pragma once
-namespace std {
-template <class T>
-struct numeric_limits {
-  static constexpr T quiet_NaN() { return __builtin_nanf(""); }
-};
-}
-""",
-    "cstdint": f"#pragma once\nnamespace std {{\n{INTEGERS}using uintptr_t = unsigned long;\n}}\n",
-    "cstddef": "#pragma once\nnamespace std { using size_t = decltype(sizeof 0); }\n",
-    "stdlib.h": "",  # included by cuda.h, of which only types are used
-    "stdint.h": f"#pragma once\n{INTEGERS}",
-    "cuda_runtime.h": "",  # built into NVRTC
-}
+SOURCE = '#include "hopper/forward/kernel.cuh"\n'
 
 
 def compile_kernel(packages: pathlib.Path) -> bytes:
@@ -73,13 +48,10 @@ def compile_kernel(packages: pathlib.Path) -> bytes:
     def strings(values: list[str]) -> ctypes.Array:
         return (ctypes.c_char_p * len(values))(*(v.encode() for v in values))
 
-    names, texts = strings(list(STANDARD_HEADERS)), strings(list(STANDARD_HEADERS.values()))
-    headers = (len(STANDARD_HEADERS), texts, names)
-    call("nvrtcCreateProgram", ctypes.byref(program), SOURCE.encode(), b"instance.cu", *headers)
+    call("nvrtcCreateProgram", ctypes.byref(program), SOURCE.encode(), b"kernel.cu", 0, None, None)
     call("nvrtcAddNameExpression", program, KERNEL.encode())
     options = ["--gpu-architecture=sm_90a", "--std=c++20", "--device-as-default-execution-space"]
-    options += ["-DPANTILE_STATIC", *(f"-I{ROOT}/{name}" for name in INCLUDES)]
-    options.append(f"-I{folder}/cuda_runtime/include")
+    options += ["-DPANTILE_STATIC", *(f"-I{ROOT}/{name}" for name in (*INCLUDES, STANDARD_HEADERS))]
     call("nvrtcCompileProgram", program, len(options), strings(options))
     size = ctypes.c_size_t()
     call("nvrtcGetCUBINSize", program, ctypes.byref(size))
@@ -93,7 +65,8 @@ def check_host(packages: pathlib.Path) -> None:
     command += [f"-I{ROOT}/{folder}" for folder in INCLUDES]
     for package in ("cuda_runtime", "cuda_nvcc"):
         command += ["-isystem", f"{packages}/nvidia/{package}/include"]
-    subprocess.run([*command, f"{ROOT}/cuda/backend.cc"], check=True)
+    for file in ("cuda/backend.cc", "cpp/jit/load_cuda.cc"):
+        subprocess.run([*command, f"{ROOT}/{file}"], check=True)
 
 
 def main() -> int:

@@ -21,7 +21,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 PUBLIC, CORE = "cpp/include/pantile/", "cpp/core/"
 FAMILY_PLANS = ["cuda/backend.h", "cuda/hopper/plan.h", "cuda/ampere/plan.h"]
-HOST = [PUBLIC, CORE, "cpp/host/"]
+JIT = "cpp/jit/"
+HOST = [PUBLIC, CORE, JIT, "cpp/host/"]
 TILES = ["cuda/tile/", "cuda/prim/", CORE, PUBLIC]
 KERNELS = ["cuda/common/", "cuda/attn/", "cuda/driver.h", *TILES]
 
@@ -31,12 +32,13 @@ LAYERS = {
     "cpp/core/": [CORE],
     "cpp/host/": [*HOST, "cpp/cpu/backend.h", *FAMILY_PLANS],
     "cpp/cpu/": [PUBLIC, CORE, "cpp/cpu/"],
+    "cpp/jit/": [PUBLIC, JIT],
     "cuda/prim/": ["cuda/prim/", CORE, f"{PUBLIC}dtype.h"],
     "cuda/tile/": TILES,
     "cuda/attn/": ["cuda/attn/", *TILES],
     "cuda/common/": KERNELS,
-    "cuda/hopper/": ["cuda/hopper/", *KERNELS],
-    "cuda/ampere/": ["cuda/ampere/", *KERNELS],
+    "cuda/hopper/": ["cuda/hopper/", JIT, *KERNELS],
+    "cuda/ampere/": ["cuda/ampere/", JIT, *KERNELS],
     "cuda/driver.": [PUBLIC],
     "cuda/backend.": [PUBLIC, "cuda/backend.h", "cuda/driver.h"],
     "python/bindings/": [PUBLIC, "python/bindings/"],
@@ -49,7 +51,7 @@ LAYERS = {
 INCLUDE_ROOTS = ("cpp/include", "cpp", "cuda")
 # In the build tree, and who may include them.
 GENERATED = {
-    "build_info.h": ("cpp/host/", "tests/host/"),
+    "build_info.h": ("cpp/host/", JIT, "tests/host/"),
     "kernel_rows.inc": ("cpp/host/", "tests/host/"),
     "build_options.h": ("cuda/ampere/", "cuda/hopper/", "tests/host/"),
 }

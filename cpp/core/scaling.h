@@ -26,13 +26,13 @@ inline constexpr float kSmallestScale = 8.67361738e-19f;  // 2^-60: products and
 // Nearest, ties to even, saturating: what cvt.rn.satfinite.e4m3x2.f32 gives. Infinity becomes 448;
 // NaN becomes 0x7f whatever its sign.
 PANTILE_HD constexpr std::uint8_t encode_e4m3(float x) {
-  constexpr std::uint32_t kInfinity = 0x7f800000u;
+  constexpr std::uint32_t kInfinityBits = 0x7f800000u;
   constexpr float kSmallestNormal = 0.015625f;  // 2^-6
   constexpr float kDenormalShift = 16384.0f;    // 2^14, whose last bit is worth 2^-9
   const std::uint32_t bits = float_bits(x);
   const std::uint32_t magnitude = bits & 0x7fffffffu;
   const std::uint32_t sign = bits >> 24 & 0x80u;
-  if (magnitude > kInfinity) {
+  if (magnitude > kInfinityBits) {
     return 0x7f;
   }
   if (magnitude >= float_bits(kE4m3Max)) {

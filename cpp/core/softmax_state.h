@@ -3,12 +3,15 @@
 // Source: FlashAttention-2 (Dao 2023), section 3.1; Milakov and Gimelshein 2018, algorithm 3.
 #pragma once
 
+#include <limits>
+
 #include "core/host_device.h"
 
 namespace pantile::core {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // A row that has seen nothing has max = -inf and sum = 0.
 struct SoftmaxState {
@@ -17,13 +20,13 @@ struct SoftmaxState {
 };
 
 PANTILE_HD constexpr SoftmaxState empty_softmax_state() {
-  return SoftmaxState{-__builtin_huge_valf(), 0.0f};
+  return SoftmaxState{-kInfinity, 0.0f};
 }
 
 // What is subtracted from scores: the maximum, or 0 for a row of -inf (so that exp2 gives 0, not
 // NaN).
 PANTILE_HD constexpr float softmax_shift(float max) {
-  return max == -__builtin_huge_valf() ? 0.0f : max;
+  return max == -kInfinity ? 0.0f : max;
 }
 
 // 1 / sum, or 0 for a row that attends to nothing, so that its output is exactly zero.
@@ -35,7 +38,7 @@ PANTILE_HD constexpr float normaliser(const SoftmaxState& state) {
 PANTILE_HD_ANY_CALLABLE
 template <class Log2>
 PANTILE_HD constexpr float log_sum_exp(const SoftmaxState& state, Log2 log2) {
-  return state.sum == 0.0f ? -__builtin_huge_valf() : (state.max + log2(state.sum)) * kLn2;
+  return state.sum == 0.0f ? -kInfinity : (state.max + log2(state.sum)) * kLn2;
 }
 
 }  // namespace pantile::core

@@ -2,6 +2,9 @@
 // plans can be made and explained on any machine.
 #pragma once
 
+#include <vector>
+
+#include "jit/kernel.h"
 #include "pantile/plan.h"
 #include "pantile/status.h"
 
@@ -14,5 +17,9 @@ void configure_forward(ForwardPlan* plan);
 Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
                        const DeviceProps& device);
 void configure_backward(BackwardPlan* plan);
+
+// The kernels of a plan that are compiled at run time; none for plain attention.
+Status list_kernels(const ForwardPlan& plan, std::vector<jit::Request>* requests);
+Status list_kernels(const BackwardPlan& plan, std::vector<jit::Request>* requests);
 
 }  // namespace pantile::ampere

@@ -2,11 +2,12 @@
 // comparison is with a constant.
 #pragma once
 
+#include "core/softmax_state.h"
 #include "tile/fragment.cuh"
 
 namespace pantile::attn {
 
-inline constexpr float kMaskedScore = -__builtin_huge_valf();
+inline constexpr float kMaskedScore = -core::kInfinity;
 
 // Hides columns >= end[i] of row i.
 template <int kCount>

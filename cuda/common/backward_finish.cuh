@@ -6,6 +6,7 @@
 #include "common/quad_transpose.cuh"
 #include "core/integer_sum.h"
 #include "core/integer_unit.h"
+#include "core/softmax_state.h"
 #include "prim/convert.cuh"
 #include "prim/grid_dependency.cuh"
 
@@ -120,7 +121,7 @@ PANTILE_DEVICE float leak_of(const FinishParams& params, const RowTile& row_tile
         row_tile.head * params.lse_head_stride +
         (packed ? row_tile.sequence : row_tile.batch * params.lse_batch_stride) +
         row_tile.first_row + row;
-    leak -= params.lse[at] == -__builtin_huge_valf() ? 0.0f : params.grad_lse[at];
+    leak -= params.lse[at] == -core::kInfinity ? 0.0f : params.grad_lse[at];
   }
   return leak;
 }

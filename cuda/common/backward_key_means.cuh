@@ -9,6 +9,7 @@
 #pragma once
 
 #include "common/backward_rows.cuh"
+#include "core/softmax_state.h"
 #include "prim/unpack.cuh"
 #include "prim/warp.cuh"
 
@@ -111,7 +112,7 @@ PANTILE_DEVICE void sample_keys(const RowPass& pass, const KeyMeanParams& params
     for (int j = 0; j < 8; ++j) {
       const float2 pair = prim::unpack<kDType>(x[j / 2]);
       const float one = j % 2 == 0 ? pair.x : pair.y;
-      sums[j] += fabsf(one) < __builtin_huge_valf() ? one : 0.0f;
+      sums[j] += fabsf(one) < core::kInfinity ? one : 0.0f;
     }
   }
 #pragma unroll

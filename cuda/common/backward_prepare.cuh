@@ -60,8 +60,8 @@ PANTILE_DEVICE uint4 split_term(float x) {
 PANTILE_DEVICE float integer_scale(const core::KeyBounds& bounds,
                                    const core::Magnitude& grad_o_norm, float delta, float lse) {
   const bool finite = core::is_finite_bits(bounds.max_k) && core::is_finite_bits(bounds.max_v) &&
-                      grad_o_norm.mantissa < __builtin_huge_valf() &&
-                      fabsf(delta) < __builtin_huge_valf() && lse < __builtin_huge_valf();
+                      grad_o_norm.mantissa < core::kInfinity && fabsf(delta) < core::kInfinity &&
+                      lse < core::kInfinity;
   return finite ? core::unit_scale(core::row_bound(bounds, grad_o_norm, delta)) : 0.0f;
 }
 
@@ -108,8 +108,8 @@ PANTILE_DEVICE void clear_sums(const RowPass& pass, const RowTile& row_tile) {
 template <bool kInteger>
 PANTILE_DEVICE void write_terms(const RowPass& pass, std::int64_t slot, float lse, float delta,
                                 const core::KeyBounds& bounds, const core::Magnitude& grad_o_norm) {
-  uint4 lse_term = lse == -__builtin_huge_valf() ? split_term(pass.scale > 0.0f ? -1e30f : 1e30f)
-                                                 : split_term(-lse / pass.scale);
+  uint4 lse_term = lse == -core::kInfinity ? split_term(pass.scale > 0.0f ? -1e30f : 1e30f)
+                                           : split_term(-lse / pass.scale);
   if constexpr (kInteger) {
     lse_term.z = __float_as_uint(first_integer_scale(bounds, grad_o_norm, delta, lse));
     lse_term.w = core::slot_word(static_cast<std::uint32_t>(slot));
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
       const std::int64_t row = row_tile.first_row + local;
       o_words[i] = grad_words[i] = make_uint4(0, 0, 0, 0);
       low_words[i] = make_uint2(0, 0);
-      lses[i] = -__builtin_huge_valf();
+      lses[i] = -core::kInfinity;
       grad_lses[i] = 0.0f;
       if (local < row_tile.rows && column == 0) {
         lses[i] = params.lse[lse_offset + row];

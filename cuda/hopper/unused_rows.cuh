@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/integer.h"
+#include "core/softmax_state.h"
 #include "prim/address.cuh"
 
 namespace pantile::hopper {
@@ -35,7 +36,7 @@ PANTILE_DEVICE void write_unused_rows(const Params& p, int element_bytes, int th
           *reinterpret_cast<uint4*>(to) = uint4{0, 0, 0, 0};
         }
         if (thread == 0 && p.lse != nullptr) {
-          p.lse[batch * p.lse_batch + head * p.lse_head + first + row] = -__builtin_huge_valf();
+          p.lse[batch * p.lse_batch + head * p.lse_head + first + row] = -core::kInfinity;
         }
       }
     }

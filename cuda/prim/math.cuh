@@ -1,6 +1,8 @@
 // Fast scalar mathematics on the special-function unit.
 #pragma once
 
+#include <math.h>
+
 #include "prim/address.cuh"
 
 namespace pantile::prim {

@@ -7,6 +7,8 @@
 // PTX ISA, "Matrix Fragments for mma.m16n8k8".
 #pragma once
 
+#include <math.h>
+
 #include <cstdint>
 
 #include "prim/address.cuh"

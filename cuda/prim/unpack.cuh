@@ -1,8 +1,6 @@
 // Two 16-bit elements of one register as floats.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "pantile/dtype.h"
@@ -17,9 +15,11 @@ PANTILE_DEVICE float2 unpack(std::uint32_t pair) {
   if constexpr (kDType == DType::bf16) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
   } else {
-    __half2 halves;
-    memcpy(&halves, &pair, sizeof(halves));  // the compiler's own; CUDA 12's NVRTC has no <cstring>
-    return __half22float2(halves);
+    float2 value;
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+        : "=f"(value.x), "=f"(value.y)
+        : "r"(pair));
+    return value;
   }
 }
 

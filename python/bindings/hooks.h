@@ -34,6 +34,7 @@ struct Hooks {
   PyObject* is_capturing = nullptr;                 // is the current stream being captured?
   ThreadCount thread_count = nullptr;               // torch's intra-op threads
   PyObject* plan_log = nullptr;                     // called with one line for each new plan
+  PyObject* jit_log = nullptr;                      // called with a level and a text
   PlainHooks plain;
 };
 

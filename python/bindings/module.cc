@@ -11,6 +11,7 @@
 
 #include "call.h"
 #include "fp8.h"
+#include "jit.h"
 #include "pantile/pantile.h"
 #include "plain.h"
 #include "planner.h"
@@ -357,6 +358,7 @@ NB_MODULE(_C, module) {
   nb::exception<py::UnsupportedError>(module, "UnsupportedError", PyExc_NotImplementedError);
   module.attr("__version__") = py::version();
   py::bind_call(module);
+  py::bind_jit(module);
   module.def("forward", &py::forward, "q"_a, "k"_a, "v"_a, "o"_a, "lse"_a.none(), "o_low"_a.none(),
              "max_logit"_a.none(), "call"_a);
   module.def("attend", &py::attend, "q"_a.none(), "k"_a.none(), "v"_a.none(), "call"_a);

@@ -17,6 +17,7 @@ from pantile._C import UnsupportedError, __version__
 from pantile._explain import Explanation, PassExplanation, Verdict
 from pantile._fp8 import quantize
 from pantile._info import build_info, cuda_reason, devices, kernels
+from pantile._jit import install as _install_jit
 from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
@@ -47,6 +48,7 @@ UnsupportedError.__module__ = "pantile"
 UnsupportedError.__doc__ = "A valid request that no compiled kernel serves; the message says why."
 
 load_torch()
+_install_jit()
 if configure_logging():
     from pantile import _C, _options
 

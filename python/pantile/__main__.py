@@ -1,14 +1,15 @@
-"""What there is on this machine, is it right, is it fast: info, kernels, check and bench."""
+"""What there is on this machine, is it right, is it fast: info, kernels, check, bench, compile."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import pathlib
 import platform
 import sys
 
 import pantile
-from pantile import _info
+from pantile import _info, _jit
 from pantile._report import INTERRUPTED, Progress, print_table, run_to_the_end
 from pantile.bench import command
 
@@ -51,6 +52,7 @@ def info(_: argparse.Namespace) -> int:
     for device in pantile.devices():
         rows.append([f"{device['type']}:{device['index']}", _describe(device)])
     rows.append(["cuda", _why_no_cuda()])
+    rows.append(["compiler", _jit.describe_nvrtc()])
     table = pantile.kernels()
     for backend in dict.fromkeys(row["backend"] for row in table):
         mine = [row for row in table if row["backend"] == backend]
@@ -115,6 +117,17 @@ def check(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def compile_kernels(arguments: argparse.Namespace) -> int:
+    try:
+        made = _jit.compile_list(arguments.list, arguments.out)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"pantile compile: {error}", file=sys.stderr)
+        return 2
+    _jit.print_facts(made)
+    print(f"written to {arguments.out}; PANTILE_CACHE={arguments.out} makes calls find them")
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="pantile", description=__doc__)
     p.add_argument("--version", action="version", version=f"pantile {pantile.__version__}")
@@ -124,8 +137,9 @@ def parser() -> argparse.ArgumentParser:
         ("kernels", kernels, "the kernel table"),
         ("check", check, "every available backend against float64"),
         ("bench", command.bench, "speed on this machine against torch"),
+        ("compile", compile_kernels, "kernels for machines without a compiler"),
     ):
-        text = command.__doc__ if name == "bench" else f"{what}."
+        text = {"bench": command.__doc__, "compile": _jit.COMPILE_HELP}.get(name, f"{what}.")
         form = argparse.RawDescriptionHelpFormatter
         one = commands.add_parser(name, help=what, description=text, formatter_class=form)
         one.set_defaults(run=run)
@@ -137,6 +151,13 @@ def parser() -> argparse.ArgumentParser:
                 action="append",
                 choices=["hopper", "ampere", "cpu", "reference"],
                 help="only this backend; may be repeated (default: all that this machine has)",
+            )
+        if name == "compile":
+            one.add_argument(
+                "--list", required=True, type=pathlib.Path, metavar="FILE", help="a TOML file"
+            )
+            one.add_argument(
+                "-o", "--out", required=True, type=pathlib.Path, metavar="FOLDER", help="where to"
             )
     return p
 

@@ -2,6 +2,8 @@
 // and what a mask hides of them.
 #pragma once
 
+#include <math.h>
+
 #include <cstdint>
 
 #include "ampere/forward/params.cuh"

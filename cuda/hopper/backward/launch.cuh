@@ -265,7 +265,7 @@ class BackwardCall {
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
     params.scale = forward_.scale;
     params.scale_log2 = forward_.scale * core::kLog2E;
-    params.masked_score = forward_.scale > 0.0f ? -__builtin_huge_valf() : __builtin_huge_valf();
+    params.masked_score = forward_.scale > 0.0f ? -core::kInfinity : core::kInfinity;
     params.row_tile_count = offsets_.row_tile_count;
     params.work_count = key_work_;
     const common::RowPass pass = row_pass(sum);
