@@ -6,6 +6,7 @@
 #include <cpuid.h>
 #endif
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -140,6 +141,9 @@ struct BackwardWorkspace {
   float* packed_grad_o;
   std::uint8_t* finite;
   std::int32_t* turns;
+  double* slope_sums;  // null unless wanted, and so the next
+  double* sink_sums;
+  std::int64_t slope_count, sink_count;
   void* scratch;
   std::size_t scratch_bytes;  // of one worker
   int workers;
@@ -170,6 +174,14 @@ BackwardWorkspace backward_workspace(const BackwardPlan& plan, const BackwardJob
     parts.finite = carver.take<std::uint8_t>(tiles);
   }
   parts.turns = carver.take<std::int32_t>(tiles);
+  if (plan.problem.wants_grad_alibi) {
+    parts.slope_count = problem.batch * problem.heads_q * job.key_tiles;
+    parts.slope_sums = carver.take<double>(parts.slope_count);
+  }
+  if (plan.problem.wants_grad_sinks) {
+    parts.sink_count = tiles;
+    parts.sink_sums = carver.take<double>(parts.sink_count);
+  }
   parts.workers = workers_for(problem, plan.device, job.key_order.count());
   parts.scratch_bytes = aligned(backward_scratch(job, nullptr).bytes);
   parts.scratch = carver.take<char>(static_cast<std::int64_t>(parts.scratch_bytes) * parts.workers);
@@ -194,9 +206,49 @@ void place_shared(const ForwardProblem& problem, const BackwardWorkspace& parts,
   job->delta.data = parts.delta;
   job->turns = parts.turns;
   job->finite = parts.finite;
+  job->slope_sums = parts.slope_sums;
+  job->sink_sums = parts.sink_sums;
+  std::fill_n(parts.slope_sums, parts.slope_count, 0.0);
+  std::fill_n(parts.sink_sums, parts.sink_count, 0.0);
   job->sum_q = packed_operand(problem, job->q, parts.sum_q, padded(job->dim));
   job->packed_q = packed_operand(problem, job->q, parts.packed_q, padded(job->dim));
   job->packed_grad_o = packed_operand(problem, job->q, parts.packed_grad_o, padded(job->dim_v));
+}
+
+// The gradients of the slopes and of the sinks, from their parts in ascending order.
+void write_sums(const BackwardProblem& problem, const BackwardJob& job) {
+  const int heads = job.heads.heads_q;
+  const auto sum = [](const double* parts, int count) {
+    double total = 0.0;
+    for (int i = 0; i < count; ++i) {
+      total += parts[i];
+    }
+    return total;
+  };
+  if (float* slopes = job.variant_gradients.alibi_slopes; slopes != nullptr) {
+    const int planes = problem.forward.variant.alibi_by_batch ? job.batch : 1;
+    const int shared = planes == job.batch ? 1 : job.batch;
+    for (int head = 0; head < heads; ++head) {
+      for (int plane = 0; plane < planes; ++plane) {
+        double total = 0.0;
+        for (int batch = plane; batch < plane + shared; ++batch) {
+          const std::int64_t first = std::int64_t{batch} * heads + head;
+          total += sum(job.slope_sums + first * job.key_tiles, job.key_tiles);
+        }
+        slopes[plane * std::int64_t{heads} + head] = static_cast<float>(total);
+      }
+    }
+  }
+  if (float* sinks = job.variant_gradients.sinks; sinks != nullptr) {
+    for (int head = 0; head < heads; ++head) {
+      double total = 0.0;
+      for (int batch = 0; batch < job.batch; ++batch) {
+        const std::int64_t first = std::int64_t{batch} * heads + head;
+        total += sum(job.sink_sums + first * job.row_tiles, job.row_tiles);
+      }
+      sinks[head] = static_cast<float>(total);
+    }
+  }
 }
 
 // Keys of one backward work item. Each item packs the rows that see it and adds to their dQ, so
@@ -329,8 +381,17 @@ Status run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, vo
   if (!status.ok()) {
     return status;
   }
-  return run_items(job, kernels.backward, plan.blocks, parts.workers, parts.scratch,
-                   parts.scratch_bytes);
+  status = run_items(job, kernels.backward, plan.blocks, parts.workers, parts.scratch,
+                     parts.scratch_bytes);
+  if (status.ok() && job.wants_grad_bias) {
+    const int items = job.bias_batches * job.bias_heads * bias_row_tiles(job) * bias_key_tiles(job);
+    status = run_items(job, kernels.bias_gradient, items, parts.workers, parts.scratch,
+                       parts.scratch_bytes);
+  }
+  if (status.ok()) {
+    write_sums(plan.problem, job);
+  }
+  return status;
 }
 
 void configure_reference_forward(ForwardPlan* plan) {
@@ -371,6 +432,43 @@ Status reference_forward(const ForwardPlan& plan, const ForwardTensors& tensors,
                                                                 workspace);
 }
 
+namespace {
+
+// Elements of the gradients of the variant's tensors, 0 unless wanted.
+struct VariantSumCount {
+  std::int64_t slopes, sinks, bias;
+  std::int64_t all() const { return slopes + sinks + bias; }
+};
+
+VariantSumCount variant_sum_count(const BackwardProblem& problem) {
+  const ForwardProblem& forward = problem.forward;
+  const std::int64_t planes = forward.variant.alibi_by_batch ? forward.batch : 1;
+  return VariantSumCount{problem.wants_grad_alibi ? planes * forward.heads_q : 0,
+                         problem.wants_grad_sinks ? forward.heads_q : 0,
+                         problem.wants_grad_bias ? bias_gradient_shape(forward).count() : 0};
+}
+
+// One where heads add to the same sums.
+int reference_workers(const BackwardPlan& plan) {
+  return variant_sum_count(plan.problem).all() > 0
+             ? 1
+             : workers_for(plan.problem.forward, plan.device, plan.blocks);
+}
+
+// A work item of the reference's backward: a key/value head of a sequence.
+struct ReferenceJob {
+  const BackwardJob* job;
+  VariantSums sums;
+};
+
+void write_floats(const double* from, std::int64_t count, float* to) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    to[i] = static_cast<float>(from[i]);
+  }
+}
+
+}  // namespace
+
 void configure_reference_backward(BackwardPlan* plan) {
   const ForwardProblem& problem = plan->problem.forward;
   plan->tile_q = 1;
@@ -379,9 +477,10 @@ void configure_reference_backward(BackwardPlan* plan) {
   const std::int64_t doubles = reference_backward_doubles(static_cast<int>(problem.seqlen_k),
                                                           static_cast<int>(problem.head_dim),
                                                           static_cast<int>(problem.head_dim_v));
-  plan->workspace.bytes =
-      static_cast<std::size_t>(workers_for(problem, plan->device, plan->blocks)) *
-      aligned(static_cast<std::size_t>(doubles) * sizeof(double));
+  const auto sums = static_cast<std::size_t>(variant_sum_count(plan->problem).all());
+  plan->workspace.bytes = static_cast<std::size_t>(reference_workers(*plan)) *
+                              aligned(static_cast<std::size_t>(doubles) * sizeof(double)) +
+                          sums * sizeof(double);
 }
 
 Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
@@ -391,13 +490,29 @@ Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tenso
   clear_outside(job, problem);
   const std::int64_t doubles =
       reference_backward_doubles(static_cast<int>(problem.seqlen_k), job.dim, job.dim_v);
-  const auto head = [](const BackwardJob& j, int item, void* scratch) {
-    reference_backward_head(j, item / j.heads.heads_k, item % j.heads.heads_k,
-                            static_cast<double*>(scratch));
+  const std::size_t scratch_bytes = aligned(static_cast<std::size_t>(doubles) * sizeof(double));
+  const int workers = reference_workers(plan);
+  const VariantSumCount count = variant_sum_count(plan.problem);
+  auto* sums = reinterpret_cast<double*>(static_cast<char*>(workspace) +
+                                         static_cast<std::size_t>(workers) * scratch_bytes);
+  std::fill_n(sums, count.all(), 0.0);
+  const ReferenceJob shared{
+      &job,
+      {count.slopes > 0 ? sums : nullptr, count.sinks > 0 ? sums + count.slopes : nullptr,
+       count.bias > 0 ? sums + count.slopes + count.sinks : nullptr}};
+  const auto head = [](const ReferenceJob& j, int item, void* scratch) {
+    const core::Heads& heads = j.job->heads;
+    reference_backward_head(*j.job, item / heads.heads_k, item % heads.heads_k,
+                            static_cast<double*>(scratch), j.sums);
   };
-  return run_items<BackwardJob>(job, head, plan.blocks,
-                                workers_for(problem, plan.device, plan.blocks), workspace,
-                                aligned(static_cast<std::size_t>(doubles) * sizeof(double)));
+  const Status status =
+      run_items<ReferenceJob>(shared, head, plan.blocks, workers, workspace, scratch_bytes);
+  if (status.ok()) {
+    write_floats(sums, count.slopes, tensors.variant.alibi_slopes);
+    write_floats(sums + count.slopes, count.sinks, tensors.variant.sinks);
+    write_floats(sums + count.slopes + count.sinks, count.bias, tensors.variant.bias);
+  }
+  return status;
 }
 
 }  // namespace pantile::cpu
