@@ -20,8 +20,10 @@ from pantile._info import build_info, cuda_reason, devices, kernels
 from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
+from pantile._variants import Dropout, dropout_mask
 
 __all__ = [
+    "Dropout",
     "Explanation",
     "Options",
     "PassExplanation",
@@ -33,6 +35,7 @@ __all__ = [
     "build_info",
     "cuda_reason",
     "devices",
+    "dropout_mask",
     "experimental",
     "explain",
     "fp8",
