@@ -12,9 +12,10 @@ from pantile import (
     experimental,
     fp8,
 )
-from pantile._attention import attention, explain, load_torch, varlen_attention
+from pantile._attention import attention, load_torch, varlen_attention
 from pantile._C import UnsupportedError, __version__
 from pantile._explain import Explanation, PassExplanation, Verdict
+from pantile._explain_calls import explain
 from pantile._fp8 import quantize
 from pantile._info import build_info, cuda_reason, devices, kernels
 from pantile._merge import merge_attention

@@ -6,13 +6,12 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pantile import _C
-from pantile._arguments import check_rows, flag, is_symbolic, length, real, shown
-from pantile._explain import Explanation, explain_call, explain_fp8_call
+from pantile._arguments import check_flags, check_rows, length, optional_scale
 from pantile._foreign import refuse
 from pantile._masks import window_bounds
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
 from pantile._quantized import Quantized
-from pantile._schema import LENGTHS, PACKING, Call
+from pantile._schema import LENGTHS, Call
 from pantile._variants import NAMES as VARIANT_NAMES
 from pantile._variants import Dropout, refuse_in_fp8, resolve_variant
 
@@ -36,7 +35,7 @@ def load_torch() -> None:
     """Registers the torch operators, if the program has imported torch."""
     global _torch_ops, _tensor_type, _is_compiling
     if _torch_ops is None and sys.modules.get("torch") is not None:  # None: its import is barred
-        from pantile import _fp8_ops, _kept, _ops, _variant_ops  # noqa: F401 (they register operators)
+        from pantile import _fp8_ops, _kept, _ops, _variant_ops  # noqa: F401 (operators)
 
         _torch_ops, _tensor_type, _is_compiling = _ops, _ops.Tensor, _ops.is_compiling
 
@@ -56,23 +55,9 @@ def _engine(q: object) -> Any:
 
 
 def _variant_engine(engine: Any) -> Any:
-    if engine is not _torch_ops:
-        return engine
-    from pantile import _variant_ops
-
-    return _variant_ops
-
-
-def _scale(scale: object) -> float | None:
-    if scale is None or is_symbolic(scale):
-        return scale
-    return real("scale", scale, "a real number or None")
-
-
-def _check_flags(return_lse: object, return_max_logit: object, deterministic: object) -> None:
-    flag("return_lse", return_lse)
-    flag("return_max_logit", return_max_logit)
-    flag("deterministic", deterministic)
+    if engine is _torch_ops:
+        from pantile import _variant_ops as engine  # beside _ops
+    return engine
 
 
 def _extras(return_max_logit: bool, options: Options) -> tuple[bool, bool] | None:
@@ -138,7 +123,7 @@ def _make_call(packing: tuple, causal, window, scale, options: Options, return_l
     if _torch_ops is None:
         load_torch()  # for _is_compiling
     left, right = window_bounds(causal, window)
-    scale = None if scale is None else _scale(scale)
+    scale = None if scale is None else optional_scale(scale)
     options = options.call_fields[1 if return_lse else 0]  # torch 2.11 traces no bool as index
     if _is_compiling() or not (
         type(left) is type(right) is int
@@ -368,7 +353,7 @@ def attention(
     ):
         return _torch_ops.plain_attention(q, k, v, _PLAIN_CALLS[causal])
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
-    _check_flags(return_lse, return_max_logit, deterministic)
+    check_flags(return_lse, return_max_logit, deterministic)
     call = _make_call(_DENSE, causal, window, scale, options, return_lse)
     change = (softcap, alibi, bias, sinks, dropout)
     return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)
@@ -385,16 +370,6 @@ def packing_of(q, k, lengths: tuple, longest: tuple) -> tuple:
         check_rows("q", q, lengths[0], longest[0])
         check_rows("k", k, lengths[1], longest[1])
     return (*lengths, *longest)
-
-
-def require_no_lengths(lengths: tuple, longest: tuple) -> None:
-    """Of dense tensors: what belongs to packed ones must be left out."""
-    for name, value in zip(PACKING[2:], (*lengths[2:], *longest), strict=True):
-        if value is not None:
-            raise ValueError(
-                f"{name} is {shown(value)}; lengths need cu_seqlens_q and cu_seqlens_k, or must be "
-                "left out"
-            )
 
 
 @overload
@@ -609,7 +584,7 @@ def varlen_attention(
     if extra or foreign:
         refuse("varlen_attention", extra, foreign, _PACKED_BY_NAME)
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
-    _check_flags(return_lse, return_max_logit, deterministic)
+    check_flags(return_lse, return_max_logit, deterministic)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     longest = (max_seqlen_q, max_seqlen_k)
     if type(q) is not Quantized:
@@ -621,72 +596,3 @@ def varlen_attention(
     call = _make_call(packing, causal, window, scale, options, return_lse)
     change = (softcap, alibi, bias, sinks, dropout)
     return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)
-
-
-def explain(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Lengths | None = None,
-    cu_seqlens_k: Lengths | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    *extra: Any,
-    seqused_q: Lengths | None = None,
-    seqused_k: Lengths | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi: Any = None,
-    bias: Any = None,
-    sinks: Any = None,
-    dropout: float | Dropout | None = None,
-    return_lse: bool = False,
-    return_max_logit: bool = False,
-    deterministic: bool = False,
-    options: Options | None = None,
-    verbose: bool = False,
-    **foreign: Any,
-) -> Explanation:
-    """What :func:`attention` (or, with ``cu_seqlens``, :func:`varlen_attention`) would do.
-
-    Takes the arguments of those calls, runs nothing, and answers with a printable object: the
-    kernel of each pass, its tiles and workspace, the copies made first, and a line for each
-    backend that says why it does not serve. With ``verbose`` it prints one for each row of the
-    kernel table; ``rows`` of each pass holds them in any case.
-
-    Raises:
-        TypeError, ValueError: as the call itself would. What no kernel serves raises nothing here:
-        the answer says why.
-    """
-    if extra or foreign:
-        refuse("explain", extra, foreign, (*_PACKED_BY_NAME, "verbose"))
-    options = DEFAULT_OPTIONS if options is None else resolve_options(options)
-    _check_flags(return_lse, return_max_logit, deterministic)
-    flag("verbose", verbose)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    longest = (max_seqlen_q, max_seqlen_k)
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        require_no_lengths(lengths, longest)
-        packing = _DENSE
-    else:
-        packing = packing_of(q, k, lengths, longest)
-    call = _make_call(packing, causal, window, scale, options, return_lse)
-    engine = _engine(q)
-    operands = engine.prepare(q, k, v, lengths)
-    call = engine.final_call(q, call)
-    change = (softcap, alibi, bias, sinks, dropout)
-    if not options.fp8:
-        extras = _extras(return_max_logit, options)
-        resolved = resolve_variant(*change)
-        variant = (
-            None if resolved is None else _variant_engine(engine).explained_variant(resolved[0])
-        )
-        return explain_call(operands, call, deterministic, extras, verbose, variant)
-    refuse_in_fp8(change)
-    _refuse_extras(return_max_logit, options)
-    _require_torch(engine)
-    rounded = _fp8_ops().like_backward(operands)
-    fp8 = (*FP8_FORMAT, options.fp8_exp)
-    return explain_fp8_call(operands, rounded, call, fp8, deterministic, verbose)

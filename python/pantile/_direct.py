@@ -120,7 +120,8 @@ def run_forward(
 ):
     """(o, lse, o_low, max_logit), the last three None when not wanted.
 
-    ``variant``: as :func:`readable_variant` gives it, or None. ``extras``: (max_logit, f32). ``keep_low``: with 8 more bits of a 16-bit o, for the backward.
+    ``variant``: as :func:`readable_variant` gives it, or None. ``extras``: (max_logit, f32).
+    ``keep_low``: with 8 more bits of a 16-bit o, for the backward.
     """
     if q.dtype is torch.float32:
         call = final_call(q, call)

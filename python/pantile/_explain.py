@@ -114,7 +114,7 @@ def _pass(answer: dict) -> PassExplanation:
 def explain_call(
     operands, call: _C.Call, deterministic: bool, extras, verbose: bool, variant=None
 ) -> Explanation:
-    """``extras``: (max_logit, output_f32), or None when neither is wanted. The backward is explained
+    """``extras``: (max_logit, output_f32), or None when neither is wanted. The backward is that
     with the gradients of those of the variant's tensors that require them."""
     wants = [
         getattr(getattr(variant, name, None), "requires_grad", False)

@@ -39,6 +39,11 @@ def _check(name: str, x: object) -> None:
         )
 
 
+def _check_native(name: str, x: np.ndarray, dtype: str) -> None:
+    if x.dtype.name != dtype or not x.dtype.isnative:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be {dtype}, in native byte order")
+
+
 def _check_lengths(name: str, x: object) -> None:
     check_plain(name, x)
     if x.dtype != np.int32:
@@ -78,14 +83,17 @@ def _raw_variant(variant):
         check_plain(name, x)
         if name == "bias":
             _check(name, x)
-            x = _raw(x)
-            arrays[name] = x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
+            x = _raw(x[(None,) * (4 - x.ndim)] if 0 < x.ndim < 4 else x)
+            contiguous = x.ndim == 0 or x.strides[-1] == x.itemsize
         else:
-            arrays[name] = np.ascontiguousarray(x)
+            _check_native(name, x, "int64" if name == "dropout_seed" else "float32")
+            contiguous = x.flags.c_contiguous and x.flags.aligned
+        arrays[name] = x if contiguous else np.ascontiguousarray(x)
     return variant._replace(**arrays)
 
 
-explained_variant = _raw_variant
+def explained_variant(variant, q: np.ndarray):
+    return _raw_variant(variant)
 
 
 def _seed_of(dropout) -> np.ndarray:

@@ -348,21 +348,24 @@ def _seed_of(dropout, q: Tensor) -> Tensor:
     return torch.cat(halves)
 
 
-def _require_float32(variant: Variant) -> None:
-    """Gradients of other dtypes would have to be rounded, and there is one value a head."""
-    for name in ("alibi", "sinks"):
-        x = getattr(variant, name)
-        if isinstance(x, Tensor) and x.dtype is not torch.float32:
-            dtype = str(x.dtype).removeprefix("torch.")
-            raise TypeError(f"{name} has dtype {dtype}; it must be float32")
+def _checked(variant: Variant, q: Tensor) -> Variant:
+    """After the checks that no kernel could make."""
+    for name, x in zip(_TENSORS, variant, strict=False):
+        if x is not None:
+            _fake.check_operand(name, x, q)
+    return variant
 
 
-def explained_variant(variant: Variant) -> Variant:
-    for name in _TENSORS:
-        x = getattr(variant, name)
-        if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor like q")
-    return readable_variant(variant)
+def _with_all_axes(variant: Variant) -> Variant:
+    """The bias with four axes: those in front are shared."""
+    bias = variant.bias
+    if not isinstance(bias, Tensor) or bias.layout is not torch.strided or bias.is_nested:
+        return variant
+    return variant._replace(bias=bias[(None,) * (4 - bias.ndim)]) if 0 < bias.ndim < 4 else variant
+
+
+def explained_variant(variant: Variant, q: Tensor) -> Variant:
+    return readable_variant(_with_all_axes(_checked(variant, q)))
 
 
 def variant_attention(q, k, v, call, variant, dropout, deterministic, checked, return_lse, extras):
@@ -370,6 +373,7 @@ def variant_attention(q, k, v, call, variant, dropout, deterministic, checked, r
     extras = extras or (False, False)
     if dropout is not None:
         variant = variant._replace(dropout_seed=_seed_of(dropout, q))
+    variant = _with_all_axes(variant)
     tensors = variant[:4]
     if type(call) is _C.Call and nothing_watches(
         (q, k, v, *present(tensors), *present(lengths_of(call)))
@@ -382,10 +386,7 @@ def variant_attention(q, k, v, call, variant, dropout, deterministic, checked, r
         return _chosen(o, lse, max_logit, return_lse)
     if not is_compiling():
         prepare(q, k, v, lengths_of(call))
-        for name, x in zip(_TENSORS, tensors, strict=True):
-            if x is not None:
-                _fake.check_operand(name, x, q)
-    _require_float32(variant)
+        _checked(variant, q)
     o, lse, _, max_logit = _dispatch(q, k, v, call, variant, deterministic, checked, False, extras)
     return _chosen(o, lse, max_logit, return_lse)
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pantile._arguments import integer, is_symbolic, real, shown
+from pantile._arguments import dtype_name, integer, is_symbolic, length, real, shown
 from pantile._schema import Variant
 
 if TYPE_CHECKING:
@@ -24,6 +24,29 @@ _MAX_OFFSET = 2**32 - 1
 _MAX_SEED = 2**63 - 1
 
 NAMES = ("softcap", "alibi", "bias", "sinks", "dropout")  # of the arguments of attention()
+
+
+_SEED = "an integer, an int64 tensor of two, or None"
+
+
+def is_seed_tensor(seed: Any) -> bool:
+    """int64 [2], of torch or NumPy. A number may also be a tensor of one element."""
+    try:
+        shape = tuple(getattr(seed, "shape", ()))
+    except Exception:  # a nested tensor has none to show
+        shape = None
+    if shape in ((), (1,)):
+        return False
+    if shape != (2,) or dtype_name(getattr(seed, "dtype", None)) != "int64":
+        raise TypeError(f"seed is {shown(seed)}; it must be {_SEED}")
+    return True
+
+
+def _probability(name: str, value: object, allowed: str) -> float:
+    p = real(name, value, allowed)
+    if not 0.0 <= p < _MOST:
+        raise ValueError(f"{name} is {shown(p)}; it must be from 0 to below 255.5 / 256")
+    return p
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,27 +77,24 @@ class Dropout:
     key_offset: int = 0
 
     def __post_init__(self) -> None:
-        p = real("p of Dropout", self.p)
-        if not 0.0 <= p < _MOST:
-            raise ValueError(f"p of Dropout is {shown(p)}; it must be from 0 to below 255.5 / 256")
-        object.__setattr__(self, "p", p)
+        object.__setattr__(self, "p", _probability("p", self.p, "a number"))
         for name in _OFFSETS:
             value = getattr(self, name)
             if not is_symbolic(value):
-                value = integer(f"{name} of Dropout", value)
+                value = integer(name, value)
                 object.__setattr__(self, name, value)
                 if not 0 <= value <= _MAX_OFFSET:
                     raise ValueError(
-                        f"{name} of Dropout is {shown(value)}; it must be from 0 to {_MAX_OFFSET}"
+                        f"{name} is {shown(value)}; it must be from 0 to {_MAX_OFFSET}"
                     )
-        if self.seed is None or hasattr(self.seed, "shape"):
-            return
-        seed = integer("seed of Dropout", self.seed, "an integer, an int64 tensor of two, or None")
-        if not 0 <= seed <= _MAX_SEED:
-            raise ValueError(
-                f"seed of Dropout is {shown(seed)}; it must be from 0 to {_MAX_SEED}, an int64 "
-                "tensor of two, or None"
-            )
+        if self.seed is not None and not is_seed_tensor(self.seed):
+            seed = integer("seed", self.seed, _SEED)
+            if not 0 <= seed <= _MAX_SEED:
+                raise ValueError(
+                    f"seed is {shown(seed)}; it must be from 0 to {_MAX_SEED}, or another form: "
+                    f"{_SEED}"
+                )
+            object.__setattr__(self, "seed", seed)
 
     @property
     def dropped(self) -> int:
@@ -90,11 +110,7 @@ class Dropout:
 def _dropout_of(dropout: object) -> Dropout:
     if isinstance(dropout, Dropout):
         return dropout
-    if hasattr(dropout, "shape") or isinstance(dropout, str | bool):
-        raise TypeError(
-            f"dropout is {shown(dropout)}; it must be a number, a pantile.Dropout or None"
-        )
-    return Dropout(real("dropout", dropout, "a number, a pantile.Dropout or None"))
+    return Dropout(_probability("dropout", dropout, "a number, a pantile.Dropout or None"))
 
 
 def _softcap_of(softcap: object) -> float:
@@ -106,14 +122,6 @@ def _softcap_of(softcap: object) -> float:
             f"softcap is {shown(softcap)}; it must be finite, and positive, or None for none"
         )
     return value
-
-
-def _bias_of(bias: Any) -> Any:
-    """With four axes: those in front are shared."""
-    if bias is None or not hasattr(bias, "ndim"):
-        return bias
-    missing = 4 - bias.ndim
-    return bias[(None,) * missing] if 0 < missing < 4 else bias
 
 
 def resolve_variant(
@@ -129,7 +137,7 @@ def resolve_variant(
         offsets = tuple(getattr(chosen, name) for name in _OFFSETS)
     if cap == 0.0 and alibi is bias is sinks is None and dropped == 0:
         return None
-    variant = Variant(alibi, sinks, _bias_of(bias), None, cap, dropped, *offsets)
+    variant = Variant(alibi, sinks, bias, None, cap, dropped, *offsets)
     return variant, chosen if dropped > 0 else None
 
 
@@ -213,8 +221,12 @@ def dropout_mask(
     Raises:
         TypeError, ValueError: an argument is wrong, or the dropout draws its seed call by call.
     """
-    if isinstance(dropout, tuple | list) and len(dropout) == 2:
-        dropout = Dropout(dropout[1], seed=dropout[0])
+    if isinstance(dropout, tuple) and len(dropout) == 2:
+        p = _probability("dropout[1]", dropout[1], "a number")
+        try:
+            dropout = Dropout(p, seed=dropout[0])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"dropout[0]: {error}") from None
     if not isinstance(dropout, Dropout):
         raise TypeError(
             f"dropout is {shown(dropout)}; it must be a pantile.Dropout or a pair (seed, p)"
@@ -222,18 +234,12 @@ def dropout_mask(
     if dropout.seed is None:
         raise ValueError("dropout has no seed, it draws one for each call; give Dropout(p, seed=)")
     seed, offset = seed_numbers(dropout.seed)
-    lengths = [
-        integer(name, value)
-        for name, value in zip(
-            ("batch", "heads", "seqlen_q", "seqlen_k"),
-            (batch, heads, seqlen_q, seqlen_k),
-            strict=True,
-        )
-    ]
+    names = ("batch", "heads", "seqlen_q", "seqlen_k")
+    values = (batch, heads, seqlen_q, seqlen_k)
+    lengths = [length(name, value) for name, value in zip(names, values, strict=True)]
     torch = sys.modules.get("torch")
     if torch is not None and not _is_array(dropout.seed):
-        if device is None:
-            device = getattr(dropout.seed, "device", "cpu")
+        device = _device_of(torch, device, dropout.seed)
         axes = [torch.arange(n, dtype=torch.int64, device=device) for n in lengths]
     else:
         import numpy as np
@@ -247,15 +253,24 @@ def dropout_mask(
     return _random_bytes(_key(seed, offset), *coordinates) >= dropout.dropped
 
 
+def _device_of(torch: Any, device: Any, seed: Any) -> Any:
+    if device is None:
+        return getattr(seed, "device", "cpu")
+    if isinstance(device, str | torch.device):
+        try:
+            return torch.device(device)
+        except RuntimeError:
+            pass
+    raise TypeError(f"device is {shown(device)}; it must be a torch.device, its name or None")
+
+
 def _is_array(x: object) -> bool:
     return type(x).__module__.split(".")[0] == "numpy"
 
 
 def seed_numbers(seed: Any) -> tuple[int, int]:
     """(seed, offset) of an integer, or of a tensor or array of two."""
-    if not hasattr(seed, "shape"):
-        return int(seed), 0
-    if tuple(seed.shape) != (2,):
-        raise ValueError(f"seed is {shown(seed)}; it must be an int64 tensor of two")
+    if isinstance(seed, int):
+        return seed, 0
     first, second = seed.tolist()
     return first, second
