@@ -82,7 +82,7 @@ def _refuse_extras(return_max_logit: bool, options: Options) -> None:
 
 
 def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit, change):
-    """By the operator that serves the call. ``change``: the values of VARIANT_NAMES."""
+    """By the operator that serves the call. ``change``: the values of VARIANT_NAMES, or None."""
     flags = deterministic, options.checked, return_lse
     if type(q) is Quantized:
         if k is not None or v is not None:
@@ -93,7 +93,7 @@ def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_
     engine = _engine(q)
     if not options.fp8:
         extras = _extras(return_max_logit, options)
-        variant = resolve_variant(*change)
+        variant = None if change is None else resolve_variant(*change)
         if variant is None:
             return engine.attention(q, k, v, call, *flags, extras)
         return _variant_engine(engine).variant_attention(q, k, v, call, *variant, *flags, extras)
@@ -355,7 +355,9 @@ def attention(
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     check_flags(return_lse, return_max_logit, deterministic)
     call = _make_call(_DENSE, causal, window, scale, options, return_lse)
-    change = (softcap, alibi, bias, sinks, dropout)
+    change = None
+    if not softcap is alibi is bias is sinks is dropout is None:
+        change = softcap, alibi, bias, sinks, dropout
     return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)
 
 
@@ -594,5 +596,7 @@ def varlen_attention(
     else:
         packing = _DENSE  # not read
     call = _make_call(packing, causal, window, scale, options, return_lse)
-    change = (softcap, alibi, bias, sinks, dropout)
+    change = None
+    if not softcap is alibi is bias is sinks is dropout is None:
+        change = softcap, alibi, bias, sinks, dropout
     return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)
