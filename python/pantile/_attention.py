@@ -317,12 +317,10 @@ def attention(
         alibi: slopes, float32 ``[heads_q]`` or ``[batch, heads_q]``: the score of query i and key j
             loses ``slope * |i + seqlen_k - seqlen_q - j|``, after the softcap. Differentiable.
         bias: added to the scores after that, ``[batch, heads_q, seqlen_q, seqlen_k]`` or what
-            broadcasts to it; float32 or the dtype of q. Differentiable. An axis that shares it
-            should have size 1: then its gradient is summed while it is computed.
+            broadcasts to it, best with axes of size 1; float32 or the dtype of q. Differentiable.
         sinks: float32 ``[heads_q]``: a score of each head, not scaled, for a key without a value;
             the weights of a row sum to less than 1, and lse contains it. Differentiable.
-        dropout: a probability or a :class:`pantile.Dropout`: removes weights after the softmax; lse
-            does not change.
+        dropout: a probability or a :class:`pantile.Dropout`: removes weights after the softmax.
         return_lse: also return the log-sum-exp of each row's scores.
         return_max_logit: also return the largest scaled score of each head.
         deterministic: bit-equal gradients for equal inputs; also on when

@@ -7,6 +7,7 @@ autograd (pantile.reference). Backends that do not serve a variant refuse it by 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -609,7 +610,8 @@ def test_deterministic(target):
 
     def run(threads):
         torch.set_num_threads(threads)
-        call = lambda *x, **g: case.ours(*x, options=target.options, deterministic=True, **g)  # noqa: E731
+        options = {"options": target.options, "deterministic": True}
+        call = functools.partial(case.ours, **options)
         return attend(call, case, given)
 
     before = torch.get_num_threads()
