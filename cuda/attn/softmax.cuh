@@ -57,6 +57,18 @@ struct OnlineSoftmax {
     }
   }
 
+  // After start(): a sink of `logit` (natural) is one more key, without a value. Its weight is the
+  // first of the sum, in the lane of the quad that counts it.
+  PANTILE_DEVICE void add_sink(float logit, bool counts) {
+    const float sink = logit * core::kLog2E;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      shift[i] = fmaxf(shift[i], sink);
+      const float weight = prim::exp2_approx(sink - base<true>(i));
+      row_sum[i] = counts ? weight : 0.0f;
+    }
+  }
+
   // Rows that had nothing to see in the steps before, and do now.
   template <class Logits>
   PANTILE_DEVICE void open(const float (&S)[kCount], const Logits& logits) {

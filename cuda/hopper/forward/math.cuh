@@ -262,6 +262,9 @@ class MathWarpgroup {
       mask(visit_end_ - 1);
     }
     softmax_.start(S, logits());
+    if (p_.sinks != nullptr) {
+      softmax_.add_sink(p_.sinks[info(tile_).head], (lane_ & 3) == 0);
+    }
   }
 
   template <bool kMasked>
