@@ -9,10 +9,10 @@
 
 namespace pantile::attn {
 
-// 32 bits from each of two generator calls: the words of two neighbouring lines (rows, or keys) of
-// two cells, exchanged so that a lane has both words of its own line from either cell.
+// Of two cells, what belongs to a lane's own line (row, or key): two words of each, of the even and
+// the odd element across the line. Kept bits, see DropoutStream::kept().
 struct CellPair {
-  std::uint32_t first[2], second[2];  // words of the cell; [across % 2]
+  std::uint32_t first[2], second[2];
 };
 
 struct DropoutStream {
@@ -38,10 +38,20 @@ struct DropoutStream {
     return (bytes & add) | (low & (bytes | add));  // the majority of the three top bits
   }
 
-  // kCells cells apart by `step` in counter word kWord, from `cell` on; the lane 4 further has the
-  // neighbouring line of the same cells. `odd`: this lane's line is the odd one. A pair of cells
-  // costs each lane one call. kOwn: index of the words of a line, counted in words: 2 where lines
-  // are rows, 1 where they are keys.
+  // The byte of one element.
+  PANTILE_DEVICE std::uint32_t byte(std::uint32_t row, std::uint32_t attended_key) const {
+    const core::PhiloxWords words =
+        core::philox4x32_10(core::dropout_cell(batch, head, row, attended_key), key);
+    const std::uint32_t even = row % 2 == 0 ? words.word[0] : words.word[2];
+    const std::uint32_t odd = row % 2 == 0 ? words.word[1] : words.word[3];
+    const std::uint32_t word = attended_key % 2 == 0 ? even : odd;
+    return (word >> (8 * (2 * (row / 8 % 2) + attended_key / 8 % 2))) & 0xffu;
+  }
+
+  // The cell `cell` and the one `step` further in counter word kWord. The lane 4 further has the
+  // neighbouring line of the same cells; `odd`: this lane's line is the odd one. A pair of cells
+  // costs each lane one call. kOwn: the word with which the odd line begins, 2 where lines are rows
+  // and 1 where they are keys.
   template <int kWord, int kOwn>
   PANTILE_DEVICE CellPair pair(core::PhiloxWords cell, std::uint32_t step, bool odd) const {
     cell.word[kWord] += odd ? step : 0;

@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "attn/dropout.cuh"
+#include "attn/variant_params.h"
 #include "core/dropout.h"
 #include "core/integer.h"
 #include "core/softmax_state.h"
@@ -27,26 +28,6 @@
 #include "prim/warp.cuh"
 
 namespace pantile::attn {
-
-// What all variants are told. A kernel reads what its own needs.
-struct VariantParams {
-  float unit;         // base-2 logits in a unit of the scores that exponents are made of
-  float logit_scale;  // natural logits in a unit of what row maxima are taken of
-
-  float cap_inner;  // Softcap: its argument in units of the raw scores
-
-  const float* alibi_slopes;  // natural; [heads], or [batch][heads]:
-  std::int64_t alibi_batch;   // distance of batches, or 0
-
-  const void* bias;
-  std::int64_t bias_batch, bias_head, bias_query;  // distances in elements
-  float bias_factor;                               // scores in a unit of the bias
-
-  const std::int64_t* dropout_seed;  // {seed, offset}
-  std::uint32_t dropout_add;         // 256 - dropped, in every byte
-  float keep_scale;                  // 256 / (256 - dropped); 1 without dropout
-  std::uint32_t batch_offset, head_offset, row_offset, key_offset;  // of the dropout mask
-};
 
 // Where a thread's fragment lies. Rows and keys count from the start of their sequence.
 struct FragmentPlace {
