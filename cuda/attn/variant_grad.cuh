@@ -37,6 +37,7 @@ struct GradHooks {
 
   constexpr bool any() const { return softcap || alibi || bias || dropout; }
   constexpr bool adds() const { return alibi || bias; }
+  constexpr bool grads() const { return grad_alibi || grad_bias; }
 };
 
 // A hidden score behind Softcap: P vanishes, and P times the slope is still 0 and not NaN.
@@ -126,6 +127,20 @@ class GradVariant {
     P[1] &= kept_halves<1>(kept_[k][0], kept_[k][1]);
     P[2] &= kept_halves<2>(kept_[k][0], kept_[k][1]);
     P[3] &= kept_halves<3>(kept_[k][0], kept_[k][1]);
+  }
+
+  // Packed weights of slice k, the two of each word swapped, with the sign bits of those set that
+  // are not kept.
+  PANTILE_DEVICE uint4 with_signs(int k, const uint4& words) const {
+    if constexpr (!kHooks.dropout) {
+      return words;
+    }
+    constexpr std::uint32_t kSigns = 0x80008000u;
+    const std::uint32_t even = kept_[k][0], odd = kept_[k][1];
+    return make_uint4(words.x | (~kept_halves<0>(odd, even) & kSigns),
+                      words.y | (~kept_halves<1>(odd, even) & kSigns),
+                      words.z | (~kept_halves<2>(odd, even) & kSigns),
+                      words.w | (~kept_halves<3>(odd, even) & kSigns));
   }
 
   // `kept` where element e is kept, else `dropped`.

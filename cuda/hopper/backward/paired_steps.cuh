@@ -162,9 +162,7 @@ class PairedSteps {
   // What the variant needs for the tile at work; before its scores are waited for.
   PANTILE_DEVICE void fetch() {
     if constexpr (kHooks.dropout) {
-      const std::uint32_t row = variant_params_.row_offset + key_tile_->first_row;
-      const std::uint32_t key = variant_params_.key_offset + key_tile_->first_key;
-      variant_.fetch(variant_params_, place(), prim::uniform((row | key) % 16) == 0);
+      variant_.fetch(variant_params_, place(), begins_with_cell(variant_params_, *key_tile_));
     }
   }
 
@@ -178,8 +176,9 @@ class PairedSteps {
                          kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
     }
     if constexpr (kHooks.softcap) {
-      capped_weights<kDType>(P_, S_, storage_.lse[query_stage()], variant_, variant_params_,
-                             place());
+      float P[kScores];
+      capped_weights(P, S_, storage_.lse[query_stage()], variant_, variant_params_, place());
+      pack_fragment<kDType>(P_, P);
       return;
     }
     if constexpr (kHooks.adds()) {
