@@ -132,15 +132,16 @@ class GradVariant {
   // Packed weights of slice k, the two of each word swapped, with the sign bits of those set that
   // are not kept.
   PANTILE_DEVICE uint4 with_signs(int k, const uint4& words) const {
-    if constexpr (!kHooks.dropout) {
+    if constexpr (kHooks.dropout) {
+      constexpr std::uint32_t kSigns = 0x80008000u;
+      const std::uint32_t even = kept_[k][0], odd = kept_[k][1];
+      return make_uint4(words.x | (~kept_halves<0>(odd, even) & kSigns),
+                        words.y | (~kept_halves<1>(odd, even) & kSigns),
+                        words.z | (~kept_halves<2>(odd, even) & kSigns),
+                        words.w | (~kept_halves<3>(odd, even) & kSigns));
+    } else {
       return words;
     }
-    constexpr std::uint32_t kSigns = 0x80008000u;
-    const std::uint32_t even = kept_[k][0], odd = kept_[k][1];
-    return make_uint4(words.x | (~kept_halves<0>(odd, even) & kSigns),
-                      words.y | (~kept_halves<1>(odd, even) & kSigns),
-                      words.z | (~kept_halves<2>(odd, even) & kSigns),
-                      words.w | (~kept_halves<3>(odd, even) & kSigns));
   }
 
   // `kept` where element e is kept, else `dropped`.

@@ -179,19 +179,19 @@ class PairedSteps {
       float P[kScores];
       capped_weights(P, S_, storage_.lse[query_stage()], variant_, variant_params_, place());
       pack_fragment<kDType>(P_, P);
-      return;
-    }
-    if constexpr (kHooks.adds()) {
+    } else {
+      if constexpr (kHooks.adds()) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+          S_[i] *= params_.scale_log2;
+        }
+        variant_.add_terms(variant_params_, place(), S_);
+      }
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
-        S_[i] *= params_.scale_log2;
+        const float x = kHooks.adds() ? S_[i] : S_[i] * params_.scale_log2;
+        S_[i] = by_polynomial(i) ? prim::exp2_polynomial(x) : prim::exp2_approx(x);
       }
-      variant_.add_terms(variant_params_, place(), S_);
-    }
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const float x = kHooks.adds() ? S_[i] : S_[i] * params_.scale_log2;
-      S_[i] = by_polynomial(i) ? prim::exp2_polynomial(x) : prim::exp2_approx(x);
     }
   }
 
