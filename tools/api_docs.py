@@ -10,11 +10,12 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-import pathlib
 import re
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+import results_docs
+
+ROOT = results_docs.ROOT
 PACKAGE = "python/pantile"
 PAGE = "docs/api.md"
 HEAD = """# API reference
@@ -127,17 +128,9 @@ def page() -> str:
 
 
 def main() -> int:
-    if sys.argv[1:] not in ([], ["--check"]):
-        print("usage: api_docs.py [--check]")
-        return 2
-    path, text = ROOT / PAGE, page()
-    stale = not path.exists() or path.read_text() != text
-    if stale and sys.argv[1:]:
-        print(f"{PAGE}: differs from the docstrings: run make docs")
-    elif stale:
-        path.write_text(text)
-        print(f"{PAGE}: written")
-    return int(stale and bool(sys.argv[1:]))
+    check = results_docs.only_check()
+    stale = results_docs.rewrite(ROOT / PAGE, page(), check)
+    return int(check and stale)
 
 
 if __name__ == "__main__":

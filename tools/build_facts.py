@@ -5,8 +5,8 @@
     python tools/build_facts.py --cuda        # with every CUDA kernel; minutes
     python tools/build_facts.py --call        # only the time of a call on this machine's GPU
 
-Rewrites its own column of benchmarks/results/build_facts.json and keeps the others; the public
-figures of benchmarks/results/public_figures.json stand beside them.
+Rewrites figures of its own column of benchmarks/results/build_facts.json and keeps the others, such
+as the published figures of another library.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/results"
-FACTS, PUBLIC = RESULTS / "build_facts.json", RESULTS / "public_figures.json"
+FACTS = ROOT / "benchmarks/results/build_facts.json"
 CORES = 2
 KERNELS = "import pantile; print(sum(row['compiled'] for row in pantile.kernels()))"
 IMPORT = """
@@ -91,31 +90,12 @@ def call_time(device: str) -> dict[str, str]:
     return {names[device]: f"{float(python(CALL.format(device=device))) * 1e6:.1f} us"}
 
 
-def merge(facts: dict, column: str, measured: dict[str, str], public: dict) -> dict:
-    """The facts with one column rewritten, and the public columns as their file says."""
-    named = {name: figures for name, figures in public.items() if name != "sources"}
-    columns = {c for c in facts.get("columns", []) if c not in named} | {column}
-    rows = {
-        name: {c: value for c, value in values.items() if c in columns}
-        for name, values in facts.get("rows", {}).items()
-    }
-    for other, figures in {column: measured, **named}.items():
-        for name, value in figures.items():
-            rows.setdefault(name, {})[other] = value
-    return {
-        "columns": [*sorted(columns), *named],
-        "rows": {name: values for name, values in rows.items() if values},
-        "sources": facts.get("sources", {}),
-        "public": public["sources"],
-    }
-
-
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     p.add_argument("--cuda", action="store_true", help="build the CUDA kernels too")
     p.add_argument("--call", action="store_true", help="time a call on this machine's GPU")
-    p.add_argument("--out", type=pathlib.Path, default=FACTS)
+    p.add_argument("--out", type=pathlib.Path, default=FACTS, help="a file of this form, rewritten")
     chosen = p.parse_args()
     from pantile.bench import measure  # before a build of minutes, in case pantile is not there
 
@@ -124,8 +104,9 @@ def main() -> None:
         source, measured = f"{column}, the call", call_time("cuda")
     else:
         source, measured = column, build(chosen.cuda) | ({} if chosen.cuda else call_time("cpu"))
-    facts = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
-    facts = merge(facts, column, measured, json.loads(PUBLIC.read_text()))
+    facts = json.loads(chosen.out.read_text())
+    for name, figure in measured.items():
+        facts["rows"].setdefault(name, {})[column] = figure
     model = re.search(r"^model name\s*:\s*(.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
     facts["sources"][source] = f"{model[1]}, commit {measure.commit()}"
     chosen.out.write_text(json.dumps(facts, indent=1) + "\n")

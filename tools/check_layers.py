@@ -69,15 +69,12 @@ CXX = (".h", ".cc", ".cuh", ".cu")
 WORK_NOTES = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
 
-def sources(suffixes: tuple[str, ...] = CODE) -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split("\n")
-    return sorted(f for f in set(listed) if f.endswith(suffixes) and (ROOT / f).exists())
+def project_files(suffixes: tuple[str, ...] = ("",)) -> list[str]:
+    """Those that end in one of the suffixes."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = set(done.stdout.splitlines())
+    return sorted(f for f in listed if f.endswith(suffixes) and (ROOT / f).exists())
 
 
 def resolve(file: str, included: str) -> str | None:
@@ -186,8 +183,8 @@ def check_page(file: str, text: str) -> list[str]:
 
 def main() -> int:
     errors = []
-    files = sources()
-    pages = [page for page in sources((".md",)) if page not in GENERATED_PAGES]
+    files = project_files(CODE)
+    pages = [page for page in project_files((".md",)) if page not in GENERATED_PAGES]
     for page in pages:
         errors += check_page(page, (ROOT / page).read_text())
     for file in files:

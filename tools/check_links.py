@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import pathlib
 import re
-import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+import check_layers
+
+ROOT = check_layers.ROOT
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
@@ -26,12 +27,6 @@ CODE_PATH = re.compile(r"`((?:benchmarks|cpp|cuda|docs|examples|python|tests|too
 # docs/fp8.md, in a comment.
 NAMED_PAGE = re.compile(r"\bdocs/[\w/-]+\.md\b")
 SOURCES = (".h", ".cc", ".cuh", ".cu", ".py", ".pyi", ".def", ".cmake")
-
-
-def project_files() -> set[str]:
-    command = ["git", "ls-files", "-co", "--exclude-standard"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return {name for name in done.stdout.splitlines() if (ROOT / name).exists()}
 
 
 def anchors(text: str) -> set[str]:
@@ -101,7 +96,7 @@ def check_source(name: str, text: str, files: set[str]) -> list[str]:
 
 
 def main() -> int:
-    files = project_files()
+    files = set(check_layers.project_files())
     texts = {name: (ROOT / name).read_text() for name in files if name.endswith(".md")}
     problems = [p for page in sorted(texts) for p in check_page(page, texts[page], files, texts)]
     for name in sorted(files):

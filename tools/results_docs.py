@@ -30,6 +30,7 @@ of their own (FORMS) show timings.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -416,32 +417,37 @@ def misplaced(text: str, page: str, names: list[str]) -> list[str]:
     return errors + [f"{page}: block {n} is not in contents.toml" for n in found if n not in names]
 
 
-def rewrite(page: pathlib.Path, new: str, check: bool, how: str) -> int:
+def only_check() -> bool:
+    """Whether the command line of a program that writes pages says --check: change nothing, and
+    fail where a page is out of date."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if it would")
+    return parser.parse_args().check
+
+
+def rewrite(page: pathlib.Path, new: str, check: bool) -> int:
     """Writes a page, or only says that it is out of date; how many pages that concerns."""
     if page.exists() and page.read_text() == new:
         return 0
     name = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page
-    print(f"{name} is out of date: {how}" if check else f"{name}: written")
+    print(f"{name} is out of date: run make docs" if check else f"{name}: written")
     if not check:
         page.write_text(new)
     return 1
 
 
-def pages() -> list[pathlib.Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+def pages(root: pathlib.Path) -> list[pathlib.Path]:
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def main() -> int:
-    check = sys.argv[1:] == ["--check"]
-    if sys.argv[1:] and not check:
-        print("usage: results_docs.py [--check]")
-        return 2
+    check = only_check()
     found, stale, errors = contents(), 0, []
-    for page in pages():
+    for page in pages(ROOT):
         name, text = str(page.relative_to(ROOT)), page.read_text()
         errors += misplaced(text, name, found["pages"].pop(name, []))
         if not errors:
-            stale += rewrite(page, render(text, page, found["part"]), check, "run make docs")
+            stale += rewrite(page, render(text, page, found["part"]), check)
     errors += [
         f"contents.toml lists blocks of {name}, which is not there" for name in found["pages"]
     ]

@@ -4,6 +4,7 @@
 For each row of cuda/kernels.def it disassembles the object (cuobjdump and nvdisasm, PyPI packages
 nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm) and checks
 
+* that nothing is read before it was written (sass_hazards.py);
 * rules of the family: a hopper kernel uses wgmma (HGMMA, QGMMA) and TMA (UTMALDG) and no HMMA; an
   ampere kernel uses HMMA, LDSM and LDGSTS;
 * the hot loops, which are the innermost loops that hold a matrix instruction: local memory
@@ -24,10 +25,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import kernel_budget as budget
+import sass_hazards
 
 MATRIX = ("HGMMA", "QGMMA", "HMMA", "QMMA")
 RULES = {  # family -> (opcodes of which one must be there, per group; opcodes that must not)
@@ -71,6 +73,7 @@ class Function:
     code: list[Instruction]
     symbol: str = ""  # mangled
     loops: list[list[Instruction]] = field(default_factory=list)
+    early_reads: list[str] = field(default_factory=list)  # a fault of ptxas: sass_hazards.py
 
     def count(self, *opcodes: str) -> int:
         return sum(i.opcode.startswith(opcodes) for i in self.code)
@@ -102,7 +105,9 @@ def disassemble(path: pathlib.Path, arch: str) -> list[Function]:
                 r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*([A-Z][\w.]*)([^;]*);", body
             )
         ]
-        functions.append(Function(budget.kernel_name(name.strip()), code, name.strip()))
+        function = Function(budget.kernel_name(name.strip()), code, name.strip())
+        function.early_reads = list(sass_hazards.early_reads(body))
+        functions.append(function)
     for function in functions:
         function.loops = hot_loops(function.code)
     if not functions:
@@ -258,32 +263,37 @@ def print_kernel(key: str, f: budget.Figures) -> None:
         )
 
 
-def rows_of_build(build: pathlib.Path) -> Iterator[tuple[str, list[Function]]]:
-    """The rows of cuda/kernels.def and their functions, each object disassembled once."""
-    rows = budget.row_names(build)
-    for file in dict.fromkeys(map(budget.file_of, rows)):
-        objects = list(build.rglob(f"{file}.cu.o"))
-        if len(objects) != 1:
-            raise SystemExit(f"{file}: {len(objects)} objects under {build}, expected one")
-        functions = disassemble(objects[0], ARCH[file.split("_")[0]])
-        for row in rows:
-            if budget.file_of(row) == file:
-                yield row, [f for f in functions if budget.row_of(file, f.symbol) == row]
-
-
-def read_and_print(build: pathlib.Path) -> tuple[dict[str, budget.Figures], list[str]]:
+def read_file(build: pathlib.Path, file: str) -> tuple[dict[str, budget.Figures], list[str]]:
+    """The figures of the rows that share a generated file, and what is wrong with them."""
+    objects = list(build.rglob(f"{file}.cu.o"))
+    if len(objects) != 1:
+        raise SystemExit(f"{file}: {len(objects)} objects under {build}, expected one")
+    functions = disassemble(objects[0], ARCH[file.split("_")[0]])
     found: dict[str, budget.Figures] = {}
-    errors: list[str] = []
-    for row, functions in rows_of_build(build):
-        errors += family_errors(row, functions)
-        for function in functions:
+    errors = [f"{file}: {f.name}: {line}" for f in functions for line in f.early_reads]
+    for row in (row for row in budget.row_names(build) if budget.file_of(row) == file):
+        mine = [f for f in functions if budget.row_of(file, f.symbol) == row]
+        errors += family_errors(row, mine)
+        for function in mine:
             if not function.loops:
                 continue  # row kernels around the main one; kernel_report.py sees their spills
             key = f"{row}/{function.name}"
             while key in found:  # instances of one template within a row
                 key += "+"
             found[key] = figures(function)
-            print_kernel(key, found[key])
+    return found, errors
+
+
+def read_and_print(build: pathlib.Path) -> tuple[dict[str, budget.Figures], list[str]]:
+    found: dict[str, budget.Figures] = {}
+    errors: list[str] = []
+    files = dict.fromkeys(map(budget.file_of, budget.row_names(build)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # cuobjdump is what takes time
+        for of_file, wrong in pool.map(lambda file: read_file(build, file), files):
+            for key, of_kernel in of_file.items():
+                print_kernel(key, of_kernel)
+            found |= of_file
+            errors += wrong
     return found, errors
 
 

@@ -10,11 +10,12 @@ A page holds the table between the lines
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+import results_docs
+
+ROOT = results_docs.ROOT
 BEGIN, END = "<!-- support-matrix: begin -->", "<!-- support-matrix: end -->"
 BACKENDS = ("hopper", "ampere", "cpu")
 DTYPES = ("f32", "f16", "bf16", "e4m3")
@@ -99,45 +100,19 @@ def make_table() -> str:
         **{name: lambda b: "yes" for name in EVERY_BACKEND},
         "deterministic gradients": lambda b: DETERMINISTIC[b],
     }
-    lines = [
-        f"| feature | {' | '.join(f'`{b}`' for b in BACKENDS)} |",
-        "| --- |" + " --- |" * len(BACKENDS),
-    ]
-    for name, value in features.items():
-        lines.append(f"| {name} | {' | '.join(value(b) for b in BACKENDS)} |")
-    return "\n".join(lines)
-
-
-def pages() -> list[pathlib.Path]:
-    candidates = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [p for p in candidates if p.exists() and BEGIN in p.read_text()]
+    rows = [[name, *map(value, BACKENDS)] for name, value in features.items()]
+    return "\n".join(results_docs.table(["feature", *(f"`{b}`" for b in BACKENDS)], rows))
 
 
 def main() -> int:
-    check = sys.argv[1:] == ["--check"]
-    if sys.argv[1:] and not check:
-        print("usage: support_matrix.py [--check]")
-        return 2
-    table = make_table()
+    check = results_docs.only_check()
+    block = f"{BEGIN}\n{make_table()}\n{END}"
     stale = 0
-    for page in pages():
+    for page in results_docs.pages(ROOT):
         text = page.read_text()
-        before, rest = text.split(BEGIN, 1)
-        after = rest.split(END, 1)[1]
-        new = f"{before}{BEGIN}\n{table}\n{END}{after}"
-        if new != text:
-            stale += 1
-            if check:
-                print(
-                    f"{page.relative_to(ROOT)}: the support matrix is out of date: "
-                    "run tools/support_matrix.py"
-                )
-            else:
-                page.write_text(new)
-                print(f"{page.relative_to(ROOT)}: written")
-    if not pages():
-        print(table)
-    return 1 if check and stale else 0
+        new = re.sub(f"{BEGIN}.*?{END}", lambda _: block, text, flags=re.DOTALL)
+        stale += results_docs.rewrite(page, new, check)
+    return int(check and stale > 0)
 
 
 if __name__ == "__main__":

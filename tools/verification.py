@@ -247,9 +247,7 @@ def main(words: list[str] | None = None) -> int:
     chosen = parser.parse_args(words)
     if chosen.record is not None:
         write_json(chosen.docs / SUMMARY, summarise(json.loads(chosen.record.read_text())))
-    stale = results_docs.rewrite(
-        chosen.docs / PAGE, rendered(chosen.docs), chosen.check, "run make docs"
-    )
+    stale = results_docs.rewrite(chosen.docs / PAGE, rendered(chosen.docs), chosen.check)
     return int(chosen.check and stale)
 
 

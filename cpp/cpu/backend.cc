@@ -1,23 +1,21 @@
-// The CPU backend's rows of the kernel table: what they accept, how work is cut, and the loops over
-// work items.
+// The CPU backend's rows of the kernel table: what they accept, how work is cut, and their runs.
+// The reference's are in reference_backend.cc.
 #include "cpu/backend.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
+#include "cpu/items.h"
 #include "cpu/job.h"
-#include "cpu/parallel.h"
-#include "cpu/reference.h"
 
 namespace pantile::cpu {
 namespace {
 
-// A second thread pays for waking it with more work than this, in multiply-adds.
-constexpr double kWorkPerThread = 1e6;
 constexpr int kMaxItemRows = 768;
 constexpr std::int64_t kItemBytes = 1088 * 1024;    // of Q and O that one item keeps in L2
 constexpr std::int64_t kMostPackedRows = 16 << 20;  // elements of Q and dO
@@ -97,20 +95,6 @@ Status accept_problem(const ForwardProblem& problem, const DeviceProps& device) 
   return Status();
 }
 
-double multiply_adds(const ForwardProblem& problem) {
-  return static_cast<double>(problem.batch) * static_cast<double>(problem.heads_q) *
-         static_cast<double>(problem.seqlen_q) * static_cast<double>(problem.seqlen_k) *
-         static_cast<double>(problem.head_dim + problem.head_dim_v);
-}
-
-// Threads worth using for `items` work items.
-int workers_for(const ForwardProblem& problem, const DeviceProps& device, std::int64_t items) {
-  const auto useful =
-      static_cast<std::int64_t>(core::min_of(multiply_adds(problem) / kWorkPerThread, 1e6));
-  return static_cast<int>(
-      core::clamp<std::int64_t>(core::min_of(useful, items), 1, core::max_of(device.threads, 1)));
-}
-
 // Rows of one forward work item. Each item packs the keys it sees, so more rows pack less often;
 // fewer rows give every thread enough items.
 int forward_item_rows(const ForwardProblem& problem, const DeviceProps& device) {
@@ -127,11 +111,6 @@ int forward_item_rows(const ForwardProblem& problem, const DeviceProps& device) 
       core::max_of<std::int64_t>(core::ceil_div(problem.seqlen_q, items), 1), kForwardRows));
 }
 
-std::size_t aligned(std::size_t bytes) {
-  constexpr std::size_t kAlign = 256;
-  return (bytes + kAlign - 1) / kAlign * kAlign;
-}
-
 // The backward's workspace: what all threads share, then each thread's scratch memory.
 struct BackwardWorkspace {
   float* delta;
@@ -140,6 +119,9 @@ struct BackwardWorkspace {
   float* packed_grad_o;
   std::uint8_t* finite;
   std::int32_t* turns;
+  double* slope_sums;  // null unless wanted, and so the next
+  double* sink_sums;
+  std::int64_t slope_count, sink_count;
   void* scratch;
   std::size_t scratch_bytes;  // of one worker
   int workers;
@@ -170,6 +152,14 @@ BackwardWorkspace backward_workspace(const BackwardPlan& plan, const BackwardJob
     parts.finite = carver.take<std::uint8_t>(tiles);
   }
   parts.turns = carver.take<std::int32_t>(tiles);
+  if (plan.problem.wants_grad_alibi) {
+    parts.slope_count = problem.batch * problem.heads_q * job.key_tiles;
+    parts.slope_sums = carver.take<double>(parts.slope_count);
+  }
+  if (plan.problem.wants_grad_sinks) {
+    parts.sink_count = tiles;
+    parts.sink_sums = carver.take<double>(parts.sink_count);
+  }
   parts.workers = workers_for(problem, plan.device, job.key_order.count());
   parts.scratch_bytes = aligned(backward_scratch(job, nullptr).bytes);
   parts.scratch = carver.take<char>(static_cast<std::int64_t>(parts.scratch_bytes) * parts.workers);
@@ -194,9 +184,49 @@ void place_shared(const ForwardProblem& problem, const BackwardWorkspace& parts,
   job->delta.data = parts.delta;
   job->turns = parts.turns;
   job->finite = parts.finite;
+  job->slope_sums = parts.slope_sums;
+  job->sink_sums = parts.sink_sums;
+  std::fill_n(parts.slope_sums, parts.slope_count, 0.0);
+  std::fill_n(parts.sink_sums, parts.sink_count, 0.0);
   job->sum_q = packed_operand(problem, job->q, parts.sum_q, padded(job->dim));
   job->packed_q = packed_operand(problem, job->q, parts.packed_q, padded(job->dim));
   job->packed_grad_o = packed_operand(problem, job->q, parts.packed_grad_o, padded(job->dim_v));
+}
+
+// The gradients of the slopes and of the sinks, from their parts in ascending order.
+void write_sums(const BackwardProblem& problem, const BackwardJob& job) {
+  const int heads = job.heads.heads_q;
+  const auto sum = [](const double* parts, int count) {
+    double total = 0.0;
+    for (int i = 0; i < count; ++i) {
+      total += parts[i];
+    }
+    return total;
+  };
+  if (float* slopes = job.variant_gradients.alibi_slopes; slopes != nullptr) {
+    const int planes = problem.forward.variant.alibi_by_batch ? job.batch : 1;
+    const int shared = planes == job.batch ? 1 : job.batch;
+    for (int head = 0; head < heads; ++head) {
+      for (int plane = 0; plane < planes; ++plane) {
+        double total = 0.0;
+        for (int batch = plane; batch < plane + shared; ++batch) {
+          const std::int64_t first = std::int64_t{batch} * heads + head;
+          total += sum(job.slope_sums + first * job.key_tiles, job.key_tiles);
+        }
+        slopes[plane * std::int64_t{heads} + head] = static_cast<float>(total);
+      }
+    }
+  }
+  if (float* sinks = job.variant_gradients.sinks; sinks != nullptr) {
+    for (int head = 0; head < heads; ++head) {
+      double total = 0.0;
+      for (int batch = 0; batch < job.batch; ++batch) {
+        const std::int64_t first = std::int64_t{batch} * heads + head;
+        total += sum(job.sink_sums + first * job.row_tiles, job.row_tiles);
+      }
+      sinks[head] = static_cast<float>(total);
+    }
+  }
 }
 
 // Keys of one backward work item. Each item packs the rows that see it and adds to their dQ, so
@@ -213,28 +243,6 @@ int backward_item_keys(const ForwardProblem& problem) {
   const std::int64_t items = core::max_of<std::int64_t>(core::ceil_div(subtiles, most), 1);
   return static_cast<int>(core::max_of<std::int64_t>(core::ceil_div(subtiles, items), 1)) *
          kBackwardKeys;
-}
-
-// What the loop's body needs to run one item: for kernels and the reference alike.
-template <class Job>
-struct ItemLoop {
-  const Job* job;
-  void (*function)(const Job&, int item, void* scratch);
-  char* scratch;
-  std::size_t scratch_bytes;  // of one worker
-
-  static void run(int item, int worker, void* context) {
-    const auto* loop = static_cast<const ItemLoop*>(context);
-    loop->function(*loop->job, item,
-                   loop->scratch + static_cast<std::size_t>(worker) * loop->scratch_bytes);
-  }
-};
-
-template <class Job>
-Status run_items(const Job& job, void (*function)(const Job&, int, void*), int items, int workers,
-                 void* scratch, std::size_t scratch_bytes) {
-  ItemLoop<Job> loop{&job, function, static_cast<char*>(scratch), scratch_bytes};
-  return for_each_item(items, workers, ItemLoop<Job>::run, &loop);
 }
 
 }  // namespace
@@ -329,75 +337,17 @@ Status run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, vo
   if (!status.ok()) {
     return status;
   }
-  return run_items(job, kernels.backward, plan.blocks, parts.workers, parts.scratch,
-                   parts.scratch_bytes);
-}
-
-void configure_reference_forward(ForwardPlan* plan) {
-  plan->tile_q = kReferenceRows;
-  plan->tile_k = 1;
-  const ForwardJob job = forward_job(*plan, ForwardTensors());
-  plan->blocks = job.order.count();
-  const std::int64_t doubles = reference_forward_doubles(static_cast<int>(plan->problem.seqlen_k));
-  plan->workspace.bytes =
-      static_cast<std::size_t>(workers_for(plan->problem, plan->device, plan->blocks)) *
-      aligned(static_cast<std::size_t>(doubles) * sizeof(double));
-}
-
-// Runs kRows(job, batch, head, rows, scratch) on every tile of a reference forward.
-template <class Job, void (*kRows)(const Job&, int, int, core::Span, double*)>
-Status run_reference_rows(const Job& job, const ForwardPlan& plan, void* workspace) {
-  clear_outside(job, plan.problem);
-  const std::int64_t doubles = reference_forward_doubles(static_cast<int>(plan.problem.seqlen_k));
-  const auto tile = [](const Job& j, int item, void* scratch) {
-    const core::WorkTile work = j.order.tile(item);
-    const int begin = work.tile * kReferenceRows;
-    kRows(j, work.batch, work.head, core::Span{begin, begin + kReferenceRows},
-          static_cast<double*>(scratch));
-  };
-  return run_items<Job>(job, tile, plan.blocks, workers_for(plan.problem, plan.device, plan.blocks),
-                        workspace, aligned(static_cast<std::size_t>(doubles) * sizeof(double)));
-}
-
-Status reference_forward_fp8(const ForwardPlan& plan, const ForwardTensors& tensors,
-                             void* workspace, void*) {
-  return run_reference_rows<Fp8ForwardJob, reference_fp8_rows>(fp8_forward_job(plan, tensors), plan,
-                                                               workspace);
-}
-
-Status reference_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
-                         void*) {
-  return run_reference_rows<ForwardJob, reference_forward_rows>(forward_job(plan, tensors), plan,
-                                                                workspace);
-}
-
-void configure_reference_backward(BackwardPlan* plan) {
-  const ForwardProblem& problem = plan->problem.forward;
-  plan->tile_q = 1;
-  plan->tile_k = kBackwardKeys;
-  plan->blocks = static_cast<int>(problem.batch * problem.heads_k);
-  const std::int64_t doubles = reference_backward_doubles(static_cast<int>(problem.seqlen_k),
-                                                          static_cast<int>(problem.head_dim),
-                                                          static_cast<int>(problem.head_dim_v));
-  plan->workspace.bytes =
-      static_cast<std::size_t>(workers_for(problem, plan->device, plan->blocks)) *
-      aligned(static_cast<std::size_t>(doubles) * sizeof(double));
-}
-
-Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
-                          void*) {
-  const ForwardProblem& problem = plan.problem.forward;
-  const BackwardJob job = backward_job(plan, tensors);
-  clear_outside(job, problem);
-  const std::int64_t doubles =
-      reference_backward_doubles(static_cast<int>(problem.seqlen_k), job.dim, job.dim_v);
-  const auto head = [](const BackwardJob& j, int item, void* scratch) {
-    reference_backward_head(j, item / j.heads.heads_k, item % j.heads.heads_k,
-                            static_cast<double*>(scratch));
-  };
-  return run_items<BackwardJob>(job, head, plan.blocks,
-                                workers_for(problem, plan.device, plan.blocks), workspace,
-                                aligned(static_cast<std::size_t>(doubles) * sizeof(double)));
+  status = run_items(job, kernels.backward, plan.blocks, parts.workers, parts.scratch,
+                     parts.scratch_bytes);
+  if (status.ok() && job.wants_grad_bias) {
+    const int items = job.bias_batches * job.bias_heads * bias_row_tiles(job) * bias_key_tiles(job);
+    status = run_items(job, kernels.bias_gradient, items, parts.workers, parts.scratch,
+                       parts.scratch_bytes);
+  }
+  if (status.ok()) {
+    write_sums(plan.problem, job);
+  }
+  return status;
 }
 
 }  // namespace pantile::cpu

@@ -31,8 +31,34 @@ Operand key_operand(const void* data, const Layout& layout, const ForwardProblem
   return operand(data, layout, problem.seqlen_k, tensors.cu_seqlens_k, tensors.seqused_k);
 }
 
+VariantJob variant_job(const ForwardProblem& problem, const VariantTensors& tensors) {
+  const Variant& variant = problem.variant;
+  VariantJob job;
+  job.any_score = variant.softcap > 0.0f || variant.has_alibi || variant.has_bias;
+  job.softcap = variant.softcap;
+  job.slopes = tensors.alibi_slopes;
+  job.slope_batch_stride = variant.alibi_by_batch ? problem.heads_q : 0;
+  job.sinks = tensors.sinks;
+  job.bias_dtype = variant.bias_dtype;
+  job.bias = tensors.bias;
+  job.bias_batch = variant.bias.batch;
+  job.bias_head = variant.bias.head;
+  job.bias_query = variant.bias.query;
+  job.dropped = variant.dropout;
+  if (tensors.dropout_seed != nullptr) {
+    job.key = core::philox_key(static_cast<std::uint64_t>(tensors.dropout_seed[0]),
+                               static_cast<std::uint64_t>(tensors.dropout_seed[1]));
+  }
+  job.batch_offset = static_cast<std::uint32_t>(variant.batch_offset);
+  job.head_offset = static_cast<std::uint32_t>(variant.head_offset);
+  job.query_offset = static_cast<std::uint32_t>(variant.query_offset);
+  job.key_offset = static_cast<std::uint32_t>(variant.key_offset);
+  return job;
+}
+
 void fill_job(const ForwardProblem& problem, const ForwardTensors& tensors, Job* job) {
   job->dtype = problem.dtype;
+  job->batch = static_cast<int>(problem.batch);
   job->dim = static_cast<int>(problem.head_dim);
   job->dim_v = static_cast<int>(problem.head_dim_v);
   job->heads = core::Heads{static_cast<int>(problem.heads_q), static_cast<int>(problem.heads_k)};
@@ -43,6 +69,7 @@ void fill_job(const ForwardProblem& problem, const ForwardTensors& tensors, Job*
   job->k = key_operand(tensors.k, problem.k, problem, tensors);
   job->v = key_operand(tensors.v, problem.v, problem, tensors);
   job->o = query_operand(tensors.o, problem.o, problem, tensors);
+  job->variant = variant_job(problem, tensors.variant);
 }
 
 // The low bits of O: contiguous, whatever the strides of O.
@@ -127,6 +154,16 @@ BackwardJob backward_job(const BackwardPlan& plan, const BackwardTensors& tensor
   job.key_order = tile_order(problem, problem.seqlen_k, job.item_keys, problem.heads_k,
                              core::max_of(plan.device.threads, 1), core::TileDirection::ascending);
   job.row_tiles = static_cast<int>(core::ceil_div<std::int64_t>(problem.seqlen_q, kBackwardRows));
+  job.key_tiles = static_cast<int>(core::ceil_div<std::int64_t>(problem.seqlen_k, job.item_keys));
+  job.variant_gradients = tensors.variant;
+  job.wants_grad_bias = plan.problem.wants_grad_bias;
+  if (job.wants_grad_bias) {
+    const BiasShape shape = bias_gradient_shape(problem);
+    job.bias_batches = static_cast<int>(shape.batch);
+    job.bias_heads = static_cast<int>(shape.heads);
+    job.bias_rows = static_cast<int>(shape.queries);
+    job.bias_keys = static_cast<int>(shape.keys);
+  }
   return job;
 }
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/dropout.h"
 #include "core/geometry.h"
 #include "core/sequence.h"
 #include "core/tile_order.h"
@@ -37,9 +38,25 @@ struct RowValues {
   std::int64_t head_stride = 0;   // elements
 };
 
+// What changes plain attention (pantile/variant.h).
+struct VariantJob {
+  bool any_score = false;         // softcap, ALiBi or bias
+  float softcap = 0.0f;           // 0: none
+  const float* slopes = nullptr;  // of ALiBi, or null
+  std::int64_t slope_batch_stride = 0;
+  const float* sinks = nullptr;
+  DType bias_dtype = DType::f32;
+  const void* bias = nullptr;
+  std::int64_t bias_batch = 0, bias_head = 0, bias_query = 0;  // elements
+  int dropped = 0;                                             // of 256
+  core::PhiloxKey key{};
+  std::uint32_t batch_offset = 0, head_offset = 0, query_offset = 0, key_offset = 0;
+};
+
 // The parts that both passes share.
 struct Job {
   DType dtype = DType::f32;
+  int batch = 0;
   int dim = 0;    // of Q and K
   int dim_v = 0;  // of V and O
   core::Heads heads{1, 1};
@@ -47,6 +64,7 @@ struct Job {
   std::int64_t window_right = -1;
   float scale = 0.0f;
   Operand q, k, v, o;
+  VariantJob variant;
 };
 
 struct ForwardJob : Job {
@@ -85,7 +103,26 @@ struct BackwardJob : Job {
   // add next. Work items are handed out in ascending order, so whoever is waited for is running.
   std::int32_t* turns = nullptr;  // [batch][heads_q][row_tiles]
   int row_tiles = 0;              // of the longest sequence
+  // Gradients of the variant's tensors, null unless wanted. Sums that items share are taken from
+  // their parts, in the workspace, after the last item.
+  VariantGradients variant_gradients;
+  bool wants_grad_bias = false;
+  double* slope_sums = nullptr;  // [batch][heads_q][key tiles]
+  double* sink_sums = nullptr;   // [batch][heads_q][row_tiles]
+  int key_tiles = 0;             // of item_keys keys, of the longest sequence
+  // Of the gradient of the bias, 1 along an axis that shares it; the last two are the lengths of
+  // the longest sequence.
+  int bias_batches = 0, bias_heads = 0, bias_rows = 0, bias_keys = 0;
 };
+
+// The gradient of the bias has one work item for a tile of queries and keys of it. All queries that
+// share a bias are of one item, which sums them in ascending order.
+inline int bias_row_tiles(const BackwardJob& job) {
+  return core::ceil_div(job.bias_rows, kBackwardRows);
+}
+inline int bias_key_tiles(const BackwardJob& job) {
+  return core::ceil_div(job.bias_keys, kBackwardKeys);
+}
 
 // Raises an entry of max_logit to that of a row. A row whose sum is NaN makes it NaN for good.
 inline void raise_max_logit(float* entry, float row_max, float row_sum) {
@@ -121,18 +158,23 @@ PANTILE_HD int padded(int columns) {
   return core::round_up(columns, kColumnPad);
 }
 
+// Random bytes of a tile of either pass, which covers up to two blocks of 16 more along each axis.
+inline constexpr std::int64_t kRandomBytes =
+    (kForwardRows + 32) * (kForwardKeys + 32);  // the backward's tiles are as large
+
 // A thread's own memory. Operands of matrix products are void: they hold floats, or pairs of bf16
 // in half the room.
 struct ForwardScratch {
-  void* keys;           // K tile, A operand [kForwardKeys][dim]
-  void* values;         // V tile, B operand summed over keys [kForwardKeys][dim_v]
-  void* queries;        // Q^T, for each row tile a B operand [dim][kForwardRows]
-  void* probabilities;  // P^T in pairs [kForwardKeys / 2][kForwardRows]
-  float* scores;        // S^T, and P^T in floats [kForwardKeys][kForwardRows]
-  float* outputs;       // O before normalisation [item_rows][dim_v]
-  float* row_max;       // [item_rows]
-  float* row_sum;       // [item_rows]
-  float* row_factor;    // [kForwardRows]
+  void* keys;            // K tile, A operand [kForwardKeys][dim]
+  void* values;          // V tile, B operand summed over keys [kForwardKeys][dim_v]
+  void* queries;         // Q^T, for each row tile a B operand [dim][kForwardRows]
+  void* probabilities;   // P^T in pairs [kForwardKeys / 2][kForwardRows]
+  float* scores;         // S^T, and P^T in floats [kForwardKeys][kForwardRows]
+  float* outputs;        // O before normalisation [item_rows][dim_v]
+  float* row_max;        // [item_rows]
+  float* row_sum;        // [item_rows]
+  float* row_factor;     // [kForwardRows]
+  std::uint8_t* random;  // [kRandomBytes], with dropout
   std::size_t bytes;
 };
 
@@ -150,6 +192,7 @@ PANTILE_HD ForwardScratch forward_scratch(const ForwardJob& job, void* base) {
   scratch.row_max = carver.take<float>(job.item_rows);
   scratch.row_sum = carver.take<float>(job.item_rows);
   scratch.row_factor = carver.take<float>(kForwardRows);
+  scratch.random = carver.take<std::uint8_t>(job.variant.dropped > 0 ? kRandomBytes : 0);
   scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
   return scratch;
 }
@@ -202,6 +245,9 @@ struct BackwardScratch {
   float* grad_keys;      // dK [item_keys][dim]
   float* grad_values;    // dV [item_keys][dim_v]
   float* grad_queries;   // dQ of a ragged row tile [kBackwardRows][dim]
+  float* slopes;         // derivatives of the softcap [kBackwardRows][kBackwardKeys], with one
+  float* grad_bias;      // sums of a tile [kBackwardRows][kBackwardKeys], where they are wanted
+  std::uint8_t* random;  // [kRandomBytes] with dropout
   std::size_t bytes;
 };
 
@@ -226,6 +272,9 @@ PANTILE_HD BackwardScratch backward_scratch(const BackwardJob& job, void* base) 
   scratch.grad_keys = carver.take<float>(job.item_keys * dim);
   scratch.grad_values = carver.take<float>(job.item_keys * dim_v);
   scratch.grad_queries = carver.take<float>(kBackwardRows * dim);
+  scratch.slopes = carver.take<float>(job.variant.softcap > 0.0f ? kScores : 0);
+  scratch.grad_bias = carver.take<float>(job.wants_grad_bias ? kScores : 0);
+  scratch.random = carver.take<std::uint8_t>(job.variant.dropped > 0 ? kRandomBytes : 0);
   scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
   return scratch;
 }
@@ -236,6 +285,8 @@ struct KernelTable {
   void (*forward)(const ForwardJob& job, int item, void* scratch);
   void (*prepare_backward)(const BackwardJob& job, int item, void*);  // work ids of row_order
   void (*backward)(const BackwardJob& job, int item, void* scratch);  // of key_order
+  // Items: [bias_batches][bias_heads][bias_row_tiles()][bias_key_tiles()].
+  void (*bias_gradient)(const BackwardJob& job, int item, void* scratch);
   void (*forward_fp8)(const Fp8ForwardJob& job, int item, void* scratch);
 };
 

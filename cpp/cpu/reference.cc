@@ -60,24 +60,74 @@ double dot(const Head& a, int row_a, const Head& b, int row_b, int dim) {
   return sum;
 }
 
-// exp(score - max) of each key of `keys` in weights[key - keys.begin]; returns max and sum.
-struct Softmax {
-  double max, sum;
+// The query that scores, weights and gradients belong to.
+struct Query {
+  int batch, head, row;
+  core::Mask mask;
 };
 
-Softmax weigh_row(const Job& job, const Head& q, const Head& k, int row, core::Span keys,
-                  double* weights) {
-  Softmax softmax{-HUGE_VAL, 0.0};
-  for (int key = keys.begin; key < keys.end; ++key) {
-    const double score = dot(q, row, k, key, job.dim) * static_cast<double>(job.scale);
-    weights[key - keys.begin] = score;
-    softmax.max = score > softmax.max ? score : softmax.max;
+// How far key `key` is from the query, on the diagonal that ends at the bottom right.
+double distance(const Query& at, int key) {
+  return std::abs(static_cast<double>(at.row) + at.mask.keys - at.mask.rows - key);
+}
+
+// What a variant makes of a scaled score.
+double changed_score(const VariantJob& variant, const Query& at, int key, double score) {
+  if (variant.softcap > 0.0f) {
+    const auto cap = static_cast<double>(variant.softcap);
+    score = cap * std::tanh(score / cap);
   }
+  if (variant.slopes != nullptr) {
+    const std::int64_t slope = at.batch * variant.slope_batch_stride + at.head;
+    score -= static_cast<double>(variant.slopes[slope]) * distance(at, key);
+  }
+  if (variant.bias != nullptr) {
+    const std::int64_t offset = at.batch * variant.bias_batch + at.head * variant.bias_head +
+                                at.row * variant.bias_query + key;
+    score += read_element(variant.bias_dtype, variant.bias, offset);
+  }
+  return score;
+}
+
+// What dropout multiplies a weight with.
+double kept_weight(const VariantJob& variant, const Query& at, int key) {
+  if (variant.dropped == 0) {
+    return 1.0;
+  }
+  const bool keeps = core::dropout_keeps(
+      variant.key, variant.dropped, variant.batch_offset + static_cast<std::uint32_t>(at.batch),
+      variant.head_offset + static_cast<std::uint32_t>(at.head),
+      variant.query_offset + static_cast<std::uint32_t>(at.row),
+      variant.key_offset + static_cast<std::uint32_t>(key));
+  return keeps ? 256.0 / (256.0 - variant.dropped) : 0.0;
+}
+
+// exp(score - max) of each key of `keys` in weights[key - keys.begin]; returns the largest score,
+// the maximum with the head's sink, and the sum with the sink's weight.
+struct Softmax {
+  double largest, max, sum;
+  double sink;  // its weight, as the others
+};
+
+Softmax weigh_row(const Job& job, const Head& q, const Head& k, const Query& at, core::Span keys,
+                  double* weights) {
+  Softmax softmax{-HUGE_VAL, -HUGE_VAL, 0.0, 0.0};
+  for (int key = keys.begin; key < keys.end; ++key) {
+    const double scaled = dot(q, at.row, k, key, job.dim) * static_cast<double>(job.scale);
+    const double score = changed_score(job.variant, at, key, scaled);
+    weights[key - keys.begin] = score;
+    softmax.largest = score > softmax.largest ? score : softmax.largest;
+  }
+  const double sink =
+      job.variant.sinks == nullptr ? -HUGE_VAL : static_cast<double>(job.variant.sinks[at.head]);
+  softmax.max = sink > softmax.largest ? sink : softmax.largest;
   const double shift = softmax.max == -HUGE_VAL ? 0.0 : softmax.max;
   for (int i = 0; i < keys.size(); ++i) {
     weights[i] = std::exp(weights[i] - shift);
     softmax.sum += weights[i];
   }
+  softmax.sink = std::exp(sink - shift);
+  softmax.sum += softmax.sink;
   return softmax;
 }
 
@@ -92,31 +142,65 @@ struct GradientSums {
   double* grad_scores;  // [keys] of one row: dP, then dS
   double* grad_keys;    // [keys][dim]
   double* grad_values;  // [keys][dim_v]
+  VariantSums variant;
 };
 
+// Where the gradients of the variant's tensors take what (head, row, key) adds.
+void add_to_variant(const BackwardJob& job, const VariantSums& sums, const Query& at, int key,
+                    double ds) {
+  if (sums.slopes != nullptr) {
+    sums.slopes[at.batch * job.variant.slope_batch_stride + at.head] -= ds * distance(at, key);
+  }
+  if (sums.bias != nullptr) {
+    const std::int64_t batch = job.bias_batches == 1 ? 0 : at.batch;
+    const std::int64_t head = job.bias_heads == 1 ? 0 : at.head;
+    const std::int64_t row = job.bias_rows == 1 ? 0 : at.row;
+    sums.bias[((batch * job.bias_heads + head) * job.bias_rows + row) * job.bias_keys + key] += ds;
+  }
+}
+
+// The derivative of the softcap at a scaled score.
+double softcap_slope(const VariantJob& variant, double scaled) {
+  if (variant.softcap == 0.0f) {
+    return 1.0;
+  }
+  const double t = std::tanh(scaled / static_cast<double>(variant.softcap));
+  return 1.0 - t * t;
+}
+
 // One query row: adds to dK and dV and writes dQ.
-void backward_row(const BackwardJob& job, int batch, int head, int row, core::Span keys,
+void backward_row(const BackwardJob& job, const Query& at, core::Span keys,
                   const GradientSums& sums) {
+  const int batch = at.batch;
+  const int head = at.head;
+  const int row = at.row;
   const int key_head = job.heads.key_head(head);
   const Head q = head_of(job.dtype, job.q, batch, head);
   const Head k = head_of(job.dtype, job.k, batch, key_head);
   const Head v = head_of(job.dtype, job.v, batch, key_head);
   const Head grad_o = head_of(job.dtype, job.grad_o, batch, head);
-  const Softmax softmax = weigh_row(job, q, k, row, keys, sums.weights);
+  const Softmax softmax = weigh_row(job, q, k, at, keys, sums.weights);
   // rowsum(dO * O) = rowsum(P * dP): neither O nor its low bits are read.
   double delta = 0.0;
   for (int i = 0; i < keys.size(); ++i) {
     sums.weights[i] = softmax.sum == 0.0 ? 0.0 : sums.weights[i] / softmax.sum;
-    sums.grad_scores[i] = dot(grad_o, row, v, keys.begin + i, job.dim_v);
+    sums.grad_scores[i] = dot(grad_o, row, v, keys.begin + i, job.dim_v) *
+                          kept_weight(job.variant, at, keys.begin + i);
     delta += sums.weights[i] * sums.grad_scores[i];
   }
   if (job.grad_lse.data != nullptr) {
     delta -= static_cast<double>(values_of(job.grad_lse, job.q.side, batch, head)[row]);
   }
+  if (sums.variant.sinks != nullptr && softmax.sum != 0.0) {
+    sums.variant.sinks[head] -= softmax.sink / softmax.sum * delta;
+  }
   for (int i = 0; i < keys.size(); ++i) {
     const int key = keys.begin + i;
-    const double p = sums.weights[i];
-    const double ds = p * (sums.grad_scores[i] - delta) * static_cast<double>(job.scale);
+    const double change = sums.weights[i] * (sums.grad_scores[i] - delta);
+    add_to_variant(job, sums.variant, at, key, change);
+    const double p = sums.weights[i] * kept_weight(job.variant, at, key);
+    const double scaled = dot(q, row, k, key, job.dim) * static_cast<double>(job.scale);
+    const double ds = change * softcap_slope(job.variant, scaled) * static_cast<double>(job.scale);
     sums.grad_scores[i] = ds;
     for (int d = 0; d < job.dim; ++d) {
       sums.grad_keys[static_cast<std::int64_t>(key) * job.dim + d] += ds * q.at(row, d);
@@ -157,11 +241,13 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
   const int end = core::min_of(rows.end, room_of(job.q.side, batch));
   for (int row = rows.begin; row < end; ++row) {
     const core::Span keys = row < mask.rows ? core::visible_keys(mask, row) : core::Span{0, 0};
-    const Softmax softmax = weigh_row(job, q, k, row, keys, scratch);
+    const Query at{batch, head, row, mask};
+    const Softmax softmax = row < mask.rows ? weigh_row(job, q, k, at, keys, scratch)
+                                            : Softmax{-HUGE_VAL, -HUGE_VAL, 0.0, 0.0};
     for (int d = 0; d < job.dim_v; ++d) {
       double sum = 0.0;
       for (int i = 0; i < keys.size(); ++i) {
-        sum += scratch[i] * v.at(keys.begin + i, d);
+        sum += scratch[i] * kept_weight(job.variant, at, keys.begin + i) * v.at(keys.begin + i, d);
       }
       const double output = softmax.sum == 0.0 ? 0.0 : sum / softmax.sum;
       o.set(row, d, output);
@@ -175,16 +261,17 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
     }
     if (job.max_logit != nullptr) {
       raise_max_logit(job.max_logit + std::int64_t{batch} * job.heads.heads_q + head,
-                      static_cast<float>(softmax.max), static_cast<float>(softmax.sum));
+                      static_cast<float>(softmax.largest), static_cast<float>(softmax.sum));
     }
   }
 }
 
-void reference_backward_head(const BackwardJob& job, int batch, int key_head, double* scratch) {
+void reference_backward_head(const BackwardJob& job, int batch, int key_head, double* scratch,
+                             const VariantSums& variant) {
   const core::Mask mask = mask_of(job, batch);
   const std::int64_t keys = mask.keys;
   const GradientSums sums{scratch, scratch + keys, scratch + 2 * keys,
-                          scratch + (2 + job.dim) * keys};
+                          scratch + (2 + job.dim) * keys, variant};
   for (std::int64_t i = 0; i < keys * (job.dim + job.dim_v); ++i) {
     sums.grad_keys[i] = 0.0;  // and grad_values, which follow
   }
@@ -192,7 +279,7 @@ void reference_backward_head(const BackwardJob& job, int batch, int key_head, do
   for (int head = first; head < first + job.heads.group(); ++head) {
     const Head grad_q = head_of(job.dtype, job.grad_q, batch, head);
     for (int row = 0; row < mask.rows; ++row) {
-      backward_row(job, batch, head, row, core::visible_keys(mask, row), sums);
+      backward_row(job, Query{batch, head, row, mask}, core::visible_keys(mask, row), sums);
     }
     for (int row = mask.rows; row < room_of(job.q.side, batch); ++row) {
       for (int d = 0; d < job.dim; ++d) {

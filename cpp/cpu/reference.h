@@ -16,9 +16,17 @@ std::int64_t reference_backward_doubles(int max_keys, int dim, int dim_v);
 void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Span rows,
                             double* scratch);
 
+// Gradients of the variant's tensors, null unless wanted: in their shapes, shared by all heads.
+struct VariantSums {
+  double* slopes = nullptr;
+  double* sinks = nullptr;
+  double* bias = nullptr;
+};
+
 // All gradients of one key/value head of one sequence and of the query heads it serves. O and LSE
-// are computed again, not read.
-void reference_backward_head(const BackwardJob& job, int batch, int key_head, double* scratch);
+// are computed again, not read. Adds to the sums.
+void reference_backward_head(const BackwardJob& job, int batch, int key_head, double* scratch,
+                             const VariantSums& sums);
 
 // The forward on FP8 operands, likewise.
 void reference_fp8_rows(const Fp8ForwardJob& job, int batch, int head, core::Span rows,

@@ -29,6 +29,7 @@ constexpr Backend kFamilies[] = {Backend::hopper, Backend::ampere, Backend::cpu,
 const ForwardProblem& forward_part(const ForwardProblem& problem) {
   return problem;
 }
+const ForwardProblem& forward_part(const ForwardProblem&&) = delete;  // it would dangle
 const ForwardProblem& forward_part(const BackwardProblem& problem) {
   return problem.forward;
 }

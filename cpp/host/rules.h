@@ -26,4 +26,10 @@ Status sequence_pointers(const ForwardProblem& problem, const ForwardTensors& te
 Status fp8_rule(const ForwardProblem& problem);
 Status fp8_pointers(const ForwardProblem& problem, const Fp8Tensors& tensors);
 
+// What changes plain attention (variant.h), its tensors and their gradients.
+Status variant_rule(const ForwardProblem& problem);
+Status variant_gradients_rule(const BackwardProblem& problem);
+Status variant_pointers(const ForwardProblem& problem, const VariantTensors& tensors);
+Status variant_gradient_pointers(const BackwardProblem& problem, const VariantGradients& gradients);
+
 }  // namespace pantile::host

@@ -40,6 +40,7 @@ ForwardProblem canonical(const ForwardProblem& problem) {
   result.k = canonical_layout(problem.k, key_shape(problem, problem.head_dim));
   result.v = canonical_layout(problem.v, key_shape(problem, problem.head_dim_v));
   result.o = canonical_layout(problem.o, query_shape(problem, problem.head_dim_v));
+  result.variant = canonical_variant(problem);
   if (problem.dtype == DType::e4m3) {
     result.q = result.k = result.v = Layout{0, 0, 0, Layout().base_align_bytes};
   } else {
@@ -68,6 +69,7 @@ ForwardProblem operands_only(const QuantizeProblem& problem) {
   result.o = Layout{result.seqlen_q * row, row, result.head_dim_v, 16};
   result.fp8.output = DType::bf16;
   result.fp8.exp = Fp8Exp::code;
+  result.variant = Variant();
   return result;
 }
 
@@ -85,6 +87,12 @@ bool writes_nothing(const ForwardProblem& problem) {
 }
 
 bool writes_nothing(const BackwardProblem& problem) {
+  // Gradients of the variant's tensors are written whole, as zeros where there is no query.
+  const bool of_variant =
+      problem.wants_grad_alibi || problem.wants_grad_sinks || problem.wants_grad_bias;
+  if (of_variant && problem.forward.heads_q > 0) {
+    return false;
+  }
   return problem.forward.batch == 0 ||
          (query_shape(problem.forward, problem.forward.head_dim).empty() &&
           key_shape(problem.forward, problem.forward.head_dim).empty());

@@ -30,6 +30,9 @@ inline TensorShape key_shape(const ForwardProblem& p, std::int64_t dim) {
                     : TensorShape{{p.batch, p.seqlen_k, p.heads_k}, dim};
 }
 
+// The variant of canonical(problem).
+Variant canonical_variant(const ForwardProblem& problem);
+
 // The same problem with what cannot matter written one way, so that kernels need not look for it:
 // window sides that hide nothing become unbounded, strides along axes of at most one element become
 // those of a contiguous tensor, totals of dense tensors are filled in. `problem` is valid.

@@ -297,6 +297,7 @@ constexpr Status (*kCommonRules[])(const ForwardProblem&) = {
     k_layout_rule,
     v_layout_rule,
     softmax_options_rule,
+    variant_rule,
 };
 
 Status wants_lse_rule(const BackwardProblem& p) {
@@ -341,8 +342,9 @@ Status grad_v_layout_rule(const BackwardProblem& p) {
 }
 
 constexpr Status (*kBackwardRules[])(const BackwardProblem&) = {
-    wants_lse_rule,     forward_only_rule,  has_o_low_rule,     o_read_rule,
-    grad_o_layout_rule, grad_q_layout_rule, grad_k_layout_rule, grad_v_layout_rule,
+    wants_lse_rule,     forward_only_rule,  has_o_low_rule,
+    o_read_rule,        grad_o_layout_rule, grad_q_layout_rule,
+    grad_k_layout_rule, grad_v_layout_rule, variant_gradients_rule,
 };
 
 template <class Problem, std::size_t kCount>

@@ -96,6 +96,7 @@ Status validate_tensors(const ForwardProblem& p, const ForwardTensors& t) {
       max_logit_pointer(p, t),
       sequence_pointers(p, t),
       fp8_pointers(p, t.fp8),
+      variant_pointers(p, t.variant),
   });
 }
 
@@ -110,6 +111,7 @@ Status validate_tensors(const BackwardProblem& p, const BackwardTensors& t) {
       tensor_pointer("grad_v", t.grad_v, p.grad_v, no_keys),
       no_rows ? Status() : optional_pointer("grad_lse", t.grad_lse, p.has_grad_lse, "has_grad_lse"),
       o_low_pointer(t.o_low, p.has_o_low, "has_o_low", no_rows),
+      variant_gradient_pointers(p, t.variant),
   });
 }
 

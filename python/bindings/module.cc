@@ -3,10 +3,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "call.h"
@@ -18,6 +20,7 @@
 #include "request.h"
 #include "runs.h"
 #include "tensor_view.h"
+#include "variant.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -68,8 +71,9 @@ unsigned run_forward_request(Request* request) {
 }
 
 unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
-                 nb::handle o_low, nb::handle max_logit, const Call& call) {
+                 nb::handle o_low, nb::handle max_logit, const Call& call, nb::handle variant) {
   Request request = read_request(q, k, v, call);
+  read_variant(variant, true, &request);
   ForwardProblem& problem = request.problem;
   take_output(o, &request);
   problem.wants_lse = !lse.is_none();
@@ -147,8 +151,11 @@ void take_gradients(nb::handle grad_q, nb::handle grad_k, nb::handle grad_v, con
 
 unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::handle k, nb::handle v,
                   nb::handle o, nb::handle o_low, nb::handle lse, nb::handle grad_q,
-                  nb::handle grad_k, nb::handle grad_v, const Call& call, bool deterministic) {
+                  nb::handle grad_k, nb::handle grad_v, const Call& call, bool deterministic,
+                  nb::handle variant, nb::handle grad_alibi, nb::handle grad_sinks,
+                  nb::handle grad_bias) {
   Request request = read_request(q, k, v, call);
+  read_variant(variant, true, &request);
   const std::int64_t head_dim_v = request.problem.head_dim_v;
   const TensorView output = read_tensor(o, "o");
   const TensorView grad_output = read_tensor(grad_o, "grad_o");
@@ -182,6 +189,7 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
   }
 
   take_gradients(grad_q, grad_k, grad_v, request, &problem, &tensors);
+  take_variant_gradients(grad_alibi, grad_sinks, grad_bias, request, &problem, &tensors);
   const std::initializer_list<Operand> operands = {
       {&request.q, &problem.forward.q, kCopyQ}, {&request.k, &problem.forward.k, kCopyK},
       {&request.v, &problem.forward.v, kCopyV}, {&grad_output, &problem.grad_o, kCopyGradO},
@@ -226,9 +234,12 @@ void check_sequence_contents(const Call& call, std::int64_t total_q, std::int64_
 // ---- explanations ----------------------------------------------------------------------------
 
 // Both passes; the backward is described for gradients as autograd makes them, contiguous.
+// `gradients` is (alibi, sinks, bias): whether those are wanted.
 nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, const Call& call, bool deterministic,
-                  bool max_logit, bool output_f32, bool o_low) {
+                  bool max_logit, bool output_f32, bool o_low, nb::handle variant,
+                  const std::tuple<bool, bool, bool>& gradients) {
   Request request = read_request(q, k, v, call);
+  read_variant(variant, false, &request);
   ForwardProblem& forward = request.problem;
   BackwardProblem backward;
   backward.forward = forward;
@@ -238,6 +249,8 @@ nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, const Call& call, bo
   backward.grad_k = fresh_layout(request.k);
   backward.grad_v = fresh_layout(request.v);
   backward.has_o_low = o_low;
+  std::tie(backward.wants_grad_alibi, backward.wants_grad_sinks, backward.wants_grad_bias) =
+      gradients;
   forward.wants_max_logit = max_logit;
   forward.output_f32 = output_f32;
   forward.wants_o_low = o_low;
@@ -360,13 +373,16 @@ NB_MODULE(_C, module) {
   py::bind_call(module);
   py::bind_jit(module);
   module.def("forward", &py::forward, "q"_a, "k"_a, "v"_a, "o"_a, "lse"_a.none(), "o_low"_a.none(),
-             "max_logit"_a.none(), "call"_a);
+             "max_logit"_a.none(), "call"_a, "variant"_a = nb::none());
   module.def("attend", &py::attend, "q"_a.none(), "k"_a.none(), "v"_a.none(), "call"_a);
   module.def("backward", &py::backward, "grad_o"_a, "grad_lse"_a.none(), "q"_a, "k"_a, "v"_a, "o"_a,
              "o_low"_a.none(), "lse"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a, "call"_a,
-             "deterministic"_a);
+             "deterministic"_a, "variant"_a = nb::none(), "grad_alibi"_a = nb::none(),
+             "grad_sinks"_a = nb::none(), "grad_bias"_a = nb::none());
   module.def("explain", &py::explain, "q"_a, "k"_a, "v"_a, "call"_a, "deterministic"_a,
-             "max_logit"_a = false, "output_f32"_a = false, "o_low"_a = false);
+             "max_logit"_a = false, "output_f32"_a = false, "o_low"_a = false,
+             "variant"_a = nb::none(), "gradients"_a = std::tuple(false, false, false));
+  module.attr("VARIANT_FIELDS") = py::variant_field_names();
   module.def("quantize", &py::quantize, "q"_a, "k"_a, "v"_a, "descale_q"_a.none(),
              "descale_k"_a.none(), "descale_v"_a.none(), "operands"_a, "call"_a, "block_q"_a,
              "block_k"_a, "hadamard"_a, "smooth_k"_a);

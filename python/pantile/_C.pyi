@@ -85,6 +85,8 @@ class Call:
     @property
     def exact_lse(self) -> bool: ...
 
+VARIANT_FIELDS: tuple[str, ...]
+
 def forward(
     q: Any,
     k: Any,
@@ -94,8 +96,11 @@ def forward(
     o_low: Any | None,
     max_logit: Any | None,
     call: Call,
+    variant: tuple[Any, ...] | None = None,
 ) -> int:
     """Bits: copy q 1, k 2, v 4; pad head dims 128, fold scale 256. ``o``: dtype of q or float32.
+
+    ``variant``: values of the fields VARIANT_FIELDS.
 
     ``o_low``: int8, of the shape of a 16-bit ``o``, contiguous: 8 more bits of it for ``backward``.
     """
@@ -117,8 +122,15 @@ def backward(
     grad_v: Any,
     call: Call,
     deterministic: bool,
+    variant: tuple[Any, ...] | None = None,
+    grad_alibi: Any | None = None,
+    grad_sinks: Any | None = None,
+    grad_bias: Any | None = None,
 ) -> int:
     """Copy bits: q 1, k 2, v 4, grad_o 8, o 16, lse 32, grad_lse 64; 128, 256 as in forward.
+
+    Gradients of the variant's tensors are float32, in their shapes; that of the bias is 1 along an
+    axis of stride 0.
 
     ``o_low``: as the forward wrote it; contiguous, it is never asked to be copied.
     """
@@ -132,8 +144,13 @@ def explain(
     max_logit: bool = False,
     output_f32: bool = False,
     o_low: bool = False,
+    variant: tuple[Any, ...] | None = None,
+    gradients: tuple[bool, bool, bool] = (False, False, False),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Forward and backward, in the fields of pantile.PassExplanation."""
+    """Forward and backward, in the fields of pantile.PassExplanation.
+
+    ``gradients``: whether those of alibi, sinks and bias are wanted.
+    """
 
 def quantize(
     q: Any,

@@ -12,17 +12,20 @@ from pantile import (
     experimental,
     fp8,
 )
-from pantile._attention import attention, explain, load_torch, varlen_attention
+from pantile._attention import attention, load_torch, varlen_attention
 from pantile._C import UnsupportedError, __version__
 from pantile._explain import Explanation, PassExplanation, Verdict
+from pantile._explain_calls import explain
 from pantile._fp8 import quantize
 from pantile._info import build_info, cuda_reason, devices, kernels
 from pantile._jit import install as _install_jit
 from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
+from pantile._variants import Dropout, dropout_mask
 
 __all__ = [
+    "Dropout",
     "Explanation",
     "Options",
     "PassExplanation",
@@ -34,6 +37,7 @@ __all__ = [
     "build_info",
     "cuda_reason",
     "devices",
+    "dropout_mask",
     "experimental",
     "explain",
     "fp8",

@@ -115,3 +115,15 @@ def check_rows(which: str, x, cu_seqlens, longest: int) -> None:
             f"max_seqlen_{which} is {longest}; with batch {batch} and total_{which} {total} it "
             f"must be at least {-(-total // batch)}"
         )
+
+
+def optional_scale(scale: object) -> float | None:
+    if scale is None or is_symbolic(scale):
+        return scale
+    return real("scale", scale, "a real number or None")
+
+
+def check_flags(return_lse: object, return_max_logit: object, deterministic: object) -> None:
+    flag("return_lse", return_lse)
+    flag("return_max_logit", return_max_logit)
+    flag("deterministic", deterministic)

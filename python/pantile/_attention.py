@@ -6,13 +6,14 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pantile import _C
-from pantile._arguments import check_rows, flag, is_symbolic, length, real, shown
-from pantile._explain import Explanation, explain_call, explain_fp8_call
+from pantile._arguments import check_flags, check_rows, length, optional_scale
 from pantile._foreign import refuse
 from pantile._masks import window_bounds
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
 from pantile._quantized import Quantized
-from pantile._schema import LENGTHS, PACKING, Call
+from pantile._schema import LENGTHS, Call
+from pantile._variants import NAMES as VARIANT_NAMES
+from pantile._variants import Dropout, refuse_in_fp8, resolve_variant
 
 if TYPE_CHECKING:
     from pantile._types import Array, Lengths, Tensor, Window
@@ -34,7 +35,7 @@ def load_torch() -> None:
     """Registers the torch operators, if the program has imported torch."""
     global _torch_ops, _tensor_type, _is_compiling
     if _torch_ops is None and sys.modules.get("torch") is not None:  # None: its import is barred
-        from pantile import _fp8_ops, _kept, _ops  # noqa: F401 (they register operators)
+        from pantile import _fp8_ops, _kept, _ops, _variant_ops  # noqa: F401 (operators)
 
         _torch_ops, _tensor_type, _is_compiling = _ops, _ops.Tensor, _ops.is_compiling
 
@@ -53,16 +54,10 @@ def _engine(q: object) -> Any:
     raise TypeError(f"q is a {type(q).__name__}; it must be a torch.Tensor or a numpy.ndarray")
 
 
-def _scale(scale: object) -> float | None:
-    if scale is None or is_symbolic(scale):
-        return scale
-    return real("scale", scale, "a real number or None")
-
-
-def _check_flags(return_lse: object, return_max_logit: object, deterministic: object) -> None:
-    flag("return_lse", return_lse)
-    flag("return_max_logit", return_max_logit)
-    flag("deterministic", deterministic)
+def _variant_engine(engine: Any) -> Any:
+    if engine is _torch_ops:
+        from pantile import _variant_ops as engine  # beside _ops
+    return engine
 
 
 def _extras(return_max_logit: bool, options: Options) -> tuple[bool, bool] | None:
@@ -86,18 +81,24 @@ def _refuse_extras(return_max_logit: bool, options: Options) -> None:
         raise ValueError("output_dtype is float32; FP8 attention gives o in 16 bits only")
 
 
-def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit):
-    """By the operator that serves the call."""
+def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit, change):
+    """By the operator that serves the call. ``change``: the values of VARIANT_NAMES, or None."""
     flags = deterministic, options.checked, return_lse
     if type(q) is Quantized:
         if k is not None or v is not None:
             raise TypeError("k and v are set; they must be left out when q is pantile.Quantized")
         _refuse_extras(return_max_logit, options)
+        refuse_in_fp8(change)
         return _fp8_ops().attention(q, call, options.fp8_exp, *flags)
     engine = _engine(q)
     if not options.fp8:
-        return engine.attention(q, k, v, call, *flags, _extras(return_max_logit, options))
+        extras = _extras(return_max_logit, options)
+        variant = None if change is None else resolve_variant(*change)
+        if variant is None:
+            return engine.attention(q, k, v, call, *flags, extras)
+        return _variant_engine(engine).variant_attention(q, k, v, call, *variant, *flags, extras)
     _refuse_extras(return_max_logit, options)
+    refuse_in_fp8(change)
     _require_torch(engine)
     return _fp8_ops().quantized_attention(q, k, v, call, FP8_FORMAT, options.fp8_exp, *flags)
 
@@ -122,7 +123,7 @@ def _make_call(packing: tuple, causal, window, scale, options: Options, return_l
     if _torch_ops is None:
         load_torch()  # for _is_compiling
     left, right = window_bounds(causal, window)
-    scale = None if scale is None else _scale(scale)
+    scale = None if scale is None else optional_scale(scale)
     options = options.call_fields[1 if return_lse else 0]  # torch 2.11 traces no bool as index
     if _is_compiling() or not (
         type(left) is type(right) is int
@@ -141,7 +142,8 @@ _PLAIN_CALLS = {
 
 
 _BY_NAME = (
-    *("causal", "window", "scale", "return_lse", "return_max_logit", "deterministic", "options"),
+    *("causal", "window", "scale", *VARIANT_NAMES),
+    *("return_lse", "return_max_logit", "deterministic", "options"),
 )
 _PACKED_BY_NAME = ("seqused_q", "seqused_k", *_BY_NAME)
 
@@ -155,6 +157,11 @@ def attention(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi: Array | None = ...,
+    bias: Array | None = ...,
+    sinks: Array | None = ...,
+    dropout: float | Dropout | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
     deterministic: bool = ...,
@@ -169,6 +176,11 @@ def attention(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi: Array | None = ...,
+    bias: Array | None = ...,
+    sinks: Array | None = ...,
+    dropout: float | Dropout | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = ...,
     deterministic: bool = ...,
@@ -183,6 +195,11 @@ def attention(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi: Array | None = ...,
+    bias: Array | None = ...,
+    sinks: Array | None = ...,
+    dropout: float | Dropout | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[True],
     deterministic: bool = ...,
@@ -197,6 +214,11 @@ def attention(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi: Array | None = ...,
+    bias: Array | None = ...,
+    sinks: Array | None = ...,
+    dropout: float | Dropout | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[True],
     deterministic: bool = ...,
@@ -211,6 +233,11 @@ def attention(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi: Array | None = ...,
+    bias: Array | None = ...,
+    sinks: Array | None = ...,
+    dropout: float | Dropout | None = ...,
     return_lse: bool = ...,
     return_max_logit: bool = ...,
     deterministic: bool = ...,
@@ -257,6 +284,11 @@ def attention(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout: float | Dropout | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -281,6 +313,14 @@ def attention(
         window: ``(left, right)``: a row sees keys from ``left`` before to ``right`` after its
             position, both ends included; ``None`` or -1 lifts a side. Combines with ``causal``.
         scale: multiplies the scores; default ``head_dim ** -0.5``.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None: they stay.
+        alibi: slopes, float32 ``[heads_q]`` or ``[batch, heads_q]``: the score of query i and key j
+            loses ``slope * |i + seqlen_k - seqlen_q - j|``, after the softcap. Differentiable.
+        bias: added to the scores after that, ``[batch, heads_q, seqlen_q, seqlen_k]`` or what
+            broadcasts to it, best with axes of size 1; float32 or the dtype of q. Differentiable.
+        sinks: float32 ``[heads_q]``: a score of each head, not scaled, for a key without a value;
+            the weights of a row sum to less than 1, and lse contains it. Differentiable.
+        dropout: a probability or a :class:`pantile.Dropout`: removes weights after the softmax.
         return_lse: also return the log-sum-exp of each row's scores.
         return_max_logit: also return the largest scaled score of each head.
         deterministic: bit-equal gradients for equal inputs; also on when
@@ -303,7 +343,7 @@ def attention(
     if extra or foreign:
         refuse("attention", extra, foreign, _BY_NAME)
     if (
-        options is window is scale is None
+        options is window is scale is softcap is alibi is bias is sinks is dropout is None
         and return_lse is return_max_logit is deterministic is False
         and type(q) is _tensor_type
         and type(causal) is bool
@@ -311,9 +351,12 @@ def attention(
     ):
         return _torch_ops.plain_attention(q, k, v, _PLAIN_CALLS[causal])
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
-    _check_flags(return_lse, return_max_logit, deterministic)
+    check_flags(return_lse, return_max_logit, deterministic)
     call = _make_call(_DENSE, causal, window, scale, options, return_lse)
-    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit)
+    change = None
+    if not softcap is alibi is bias is sinks is dropout is None:
+        change = softcap, alibi, bias, sinks, dropout
+    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)
 
 
 def packing_of(q, k, lengths: tuple, longest: tuple) -> tuple:
@@ -327,16 +370,6 @@ def packing_of(q, k, lengths: tuple, longest: tuple) -> tuple:
         check_rows("q", q, lengths[0], longest[0])
         check_rows("k", k, lengths[1], longest[1])
     return (*lengths, *longest)
-
-
-def require_no_lengths(lengths: tuple, longest: tuple) -> None:
-    """Of dense tensors: what belongs to packed ones must be left out."""
-    for name, value in zip(PACKING[2:], (*lengths[2:], *longest), strict=True):
-        if value is not None:
-            raise ValueError(
-                f"{name} is {shown(value)}; lengths need cu_seqlens_q and cu_seqlens_k, or must be "
-                "left out"
-            )
 
 
 @overload
@@ -354,6 +387,11 @@ def varlen_attention(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi: Array | None = ...,
+    bias: Array | None = ...,
+    sinks: Array | None = ...,
+    dropout: float | Dropout | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
     deterministic: bool = ...,
@@ -374,6 +412,11 @@ def varlen_attention(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi: Array | None = ...,
+    bias: Array | None = ...,
+    sinks: Array | None = ...,
+    dropout: float | Dropout | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = ...,
     deterministic: bool = ...,
@@ -394,6 +437,11 @@ def varlen_attention(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi: Array | None = ...,
+    bias: Array | None = ...,
+    sinks: Array | None = ...,
+    dropout: float | Dropout | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[True],
     deterministic: bool = ...,
@@ -414,6 +462,11 @@ def varlen_attention(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi: Array | None = ...,
+    bias: Array | None = ...,
+    sinks: Array | None = ...,
+    dropout: float | Dropout | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[True],
     deterministic: bool = ...,
@@ -434,6 +487,11 @@ def varlen_attention(
     causal: bool = ...,
     window: Window | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi: Array | None = ...,
+    bias: Array | None = ...,
+    sinks: Array | None = ...,
+    dropout: float | Dropout | None = ...,
     return_lse: bool = ...,
     return_max_logit: bool = ...,
     deterministic: bool = ...,
@@ -486,6 +544,11 @@ def varlen_attention(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout: float | Dropout | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -507,6 +570,9 @@ def varlen_attention(
             exist. The others give o = 0 and lse = -inf, and take no part in anything.
         causal, window, scale, return_lse, return_max_logit, deterministic, options: as in
             :func:`attention`; the mask is aligned to the bottom right of each sequence.
+        softcap, alibi, bias, sinks, dropout: as in :func:`attention`; rows and keys count from the
+            start of their sequence, bias is ``[batch, heads_q, max_seqlen_q, max_seqlen_k]`` or
+            what broadcasts to it.
 
     Returns:
         o: ``[total_q, heads_q, head_dim_v]``; with ``return_lse`` also lse ``[heads_q, total_q]``,
@@ -518,7 +584,7 @@ def varlen_attention(
     if extra or foreign:
         refuse("varlen_attention", extra, foreign, _PACKED_BY_NAME)
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
-    _check_flags(return_lse, return_max_logit, deterministic)
+    check_flags(return_lse, return_max_logit, deterministic)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     longest = (max_seqlen_q, max_seqlen_k)
     if type(q) is not Quantized:
@@ -528,62 +594,7 @@ def varlen_attention(
     else:
         packing = _DENSE  # not read
     call = _make_call(packing, causal, window, scale, options, return_lse)
-    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit)
-
-
-def explain(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Lengths | None = None,
-    cu_seqlens_k: Lengths | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    *extra: Any,
-    seqused_q: Lengths | None = None,
-    seqused_k: Lengths | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    return_max_logit: bool = False,
-    deterministic: bool = False,
-    options: Options | None = None,
-    verbose: bool = False,
-    **foreign: Any,
-) -> Explanation:
-    """What :func:`attention` (or, with ``cu_seqlens``, :func:`varlen_attention`) would do.
-
-    Takes the arguments of those calls, runs nothing, and answers with a printable object: the
-    kernel of each pass, its tiles and workspace, the copies made first, and a line for each
-    backend that says why it does not serve. With ``verbose`` it prints one for each row of the
-    kernel table; ``rows`` of each pass holds them in any case.
-
-    Raises:
-        TypeError, ValueError: as the call itself would. What no kernel serves raises nothing here:
-        the answer says why.
-    """
-    if extra or foreign:
-        refuse("explain", extra, foreign, (*_PACKED_BY_NAME, "verbose"))
-    options = DEFAULT_OPTIONS if options is None else resolve_options(options)
-    _check_flags(return_lse, return_max_logit, deterministic)
-    flag("verbose", verbose)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    longest = (max_seqlen_q, max_seqlen_k)
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        require_no_lengths(lengths, longest)
-        packing = _DENSE
-    else:
-        packing = packing_of(q, k, lengths, longest)
-    call = _make_call(packing, causal, window, scale, options, return_lse)
-    engine = _engine(q)
-    operands = engine.prepare(q, k, v, lengths)
-    call = engine.final_call(q, call)
-    if not options.fp8:
-        extras = _extras(return_max_logit, options)
-        return explain_call(operands, call, deterministic, extras, verbose)
-    _refuse_extras(return_max_logit, options)
-    _require_torch(engine)
-    rounded = _fp8_ops().like_backward(operands)
-    fp8 = (*FP8_FORMAT, options.fp8_exp)
-    return explain_fp8_call(operands, rounded, call, fp8, deterministic, verbose)
+    change = None
+    if not softcap is alibi is bias is sinks is dropout is None:
+        change = softcap, alibi, bias, sinks, dropout
+    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)

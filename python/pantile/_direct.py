@@ -108,11 +108,20 @@ def _readable_low(o_low: Tensor | None) -> Tensor | None:
 
 
 def run_forward(
-    q, k, v, call: _C.Call, checked: bool, wants_lse: bool, extras=None, keep_low=False
+    q,
+    k,
+    v,
+    call: _C.Call,
+    checked: bool,
+    wants_lse: bool,
+    extras=None,
+    keep_low=False,
+    variant=None,
 ):
     """(o, lse, o_low, max_logit), the last three None when not wanted.
 
-    ``extras``: (max_logit, f32). ``keep_low``: with 8 more bits of a 16-bit o, for the backward.
+    ``variant``: as :func:`readable_variant` gives it, or None. ``extras``: (max_logit, f32).
+    ``keep_low``: with 8 more bits of a 16-bit o, for the backward.
     """
     if q.dtype is torch.float32:
         call = final_call(q, call)
@@ -136,17 +145,32 @@ def run_forward(
     split_low = keep_low and o.dtype is torch.float32
     if keep_low and not split_low:
         o_low = torch.empty_like(o, dtype=torch.int8)
-    copies = _C.forward(q, k, v, o, lse, o_low, max_logit, call)
+    copies = _C.forward(q, k, v, o, lse, o_low, max_logit, call, variant)
     if copies:
         operands = [q, k, v]
         while copies:
             if copies >= PAD_HEAD_DIMS:
-                return _run_changed_forward(copies, operands, call, wants_lse, extras, keep_low)
+                return _run_changed_forward(
+                    copies, operands, call, wants_lse, extras, keep_low, variant
+                )
             copy_operands(copies, operands, ("q", "k", "v"))
-            copies = _C.forward(*operands, o, lse, o_low, max_logit, call)
+            copies = _C.forward(*operands, o, lse, o_low, max_logit, call, variant)
     if split_low:
         o_low = split_output(o, q.dtype)[1]
     return o, lse, o_low, max_logit
+
+
+def readable_variant(variant):
+    """The tensors as the bindings take them: they ask for no copy of these."""
+    bias = variant.bias
+    if bias is not None and bias.ndim and bias.shape[-1] > 1 and bias.stride(-1) != 1:
+        log.debug("copies bias, strides %s", tuple(bias.stride()))
+        bias = bias.contiguous()
+    alibi, sinks, seed = (
+        None if x is None else x.contiguous()
+        for x in (variant.alibi, variant.sinks, variant.dropout_seed)
+    )
+    return variant._replace(alibi=alibi, sinks=sinks, bias=bias, dropout_seed=seed)
 
 
 # ---- inputs that no kernel takes as they are: copies padded with zeros, a scale made positive
@@ -171,25 +195,27 @@ def _changed_scale(changes: int, q: Tensor, call: _C.Call) -> tuple[float | None
     return factor, call._replace(scale=scale)
 
 
-def _run_changed_forward(changes, operands, call, wants_lse: bool, extras, keep_low: bool):
+def _run_changed_forward(changes, operands, call, wants_lse: bool, extras, keep_low: bool, variant):
     q, k, v = operands
     factor, call = _changed_scale(changes, q, call)
     if factor is not None:
         q = q * factor
     padded = (_padded(q), _padded(k), _padded(v))
-    o, lse, o_low, max_logit = run_forward(*padded, call, False, wants_lse, extras, keep_low)
+    o, lse, o_low, max_logit = run_forward(
+        *padded, call, False, wants_lse, extras, keep_low, variant
+    )
     if o_low is not None:
         o_low = _unpadded(o_low, v.shape[-1])
     return _unpadded(o, v.shape[-1]), lse, o_low, max_logit
 
 
-def _run_changed_backward(changes, operands, o_low, call, deterministic: bool):
+def _run_changed_backward(changes, operands, o_low, call, deterministic: bool, variant):
     q, k, v, grad_o, o, lse, grad_lse = operands
     factor, call = _changed_scale(changes, q, call)
     changed_q = q if factor is None else q * factor
     padded = (_padded(changed_q), _padded(k), _padded(v), _padded(o))
     low = None if o_low is None else _padded(o_low)
-    grads = run_backward(_padded(grad_o), grad_lse, *padded, low, lse, call, deterministic)
+    grads = run_backward(_padded(grad_o), grad_lse, *padded, low, lse, call, deterministic, variant)
     grad_q, grad_k, grad_v = (
         _unpadded(x, like.shape[-1]) for x, like in zip(grads, (q, k, v), strict=True)
     )
@@ -202,23 +228,29 @@ def _new_gradient(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, call: _C.Call, deterministic: bool):
+def run_backward(
+    grad_o, grad_lse, q, k, v, o, o_low, lse, call: _C.Call, deterministic: bool, variant=()
+):
+    """``variant``: nothing, or the readable variant and where the gradients of its slopes, sinks
+    and bias go, None for those that are not wanted."""
     o_low = _readable_low(o_low)
     call = final_call(q, call)
     if not THREADS_FOLLOW:
         _C.set_cpu_threads(torch.get_num_threads())
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     grads = (_new_gradient(q), _new_gradient(k), _new_gradient(v))
-    copies = _C.backward(grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic)
+    copies = _C.backward(
+        grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic, *variant
+    )
     if copies:
         names = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
         operands = [q, k, v, grad_o, o, lse, grad_lse]
         while copies:
             if copies >= PAD_HEAD_DIMS:
-                return _run_changed_backward(copies, operands, o_low, call, deterministic)
+                return _run_changed_backward(copies, operands, o_low, call, deterministic, variant)
             copy_operands(copies, operands, names)
             q, k, v, grad_o, o, lse, grad_lse = operands
             copies = _C.backward(
-                grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic
+                grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic, *variant
             )
     return grads

@@ -112,10 +112,17 @@ def _pass(answer: dict) -> PassExplanation:
 
 
 def explain_call(
-    operands, call: _C.Call, deterministic: bool, extras, verbose: bool
+    operands, call: _C.Call, deterministic: bool, extras, verbose: bool, variant=None
 ) -> Explanation:
-    """``extras``: (max_logit, output_f32), or None when neither is wanted."""
-    answers = _C.explain(*operands, call, deterministic, *(extras or (False, False)))
+    """``extras``: (max_logit, output_f32), or None when neither is wanted. The backward is that
+    with the gradients of those of the variant's tensors that require them."""
+    wants = [
+        getattr(getattr(variant, name, None), "requires_grad", False)
+        for name in ("alibi", "sinks", "bias")
+    ]
+    answers = _C.explain(
+        *operands, call, deterministic, *(extras or (False, False)), False, variant, tuple(wants)
+    )
     return Explanation(*map(_pass, answers), verbose=verbose)
 
 

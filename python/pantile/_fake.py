@@ -87,7 +87,7 @@ class _Sizes:
 
     def __init__(self, tensors: dict[str, Tensor | None], packed: bool) -> None:
         self._batch_axis = () if packed else ("batch",)
-        self._unknown = {
+        self.unknown = {
             axis
             for name, x in tensors.items()
             if x is not None
@@ -103,7 +103,7 @@ class _Sizes:
         axes = self._axes(name)
         extra = ("",) * max(len(shape) - len(axes), 0)
         return tuple(
-            self._stand_in(name, axis) if axis in self._unknown else _known_or(size, _ANY_SIZE)
+            self._stand_in(name, axis) if axis in self.unknown else _known_or(size, _ANY_SIZE)
             for axis, size in zip(axes + extra, shape, strict=False)
         )
 
@@ -156,23 +156,53 @@ def _known_call(call, sizes: _Sizes) -> _C.Call:
 
 
 def checked_call(check, q: Tensor, k: Tensor, v: Tensor, call: Call, others=None) -> _Sizes:
-    """Calls ``check(q, k, v, call)`` with stand-ins; ``others`` share names of axes."""
+    """Calls ``check(q, k, v, call, sizes=)`` with stand-ins; ``others`` share names of axes."""
     lengths = dict(zip(LENGTHS, lengths_of(call), strict=True))
     prepare(q, k, v, tuple(lengths.values()))
     operands = {"q": q, "k": k, "v": v}
     sizes = _Sizes({**operands, **lengths, **(others or {})}, call.cu_seqlens_q is not None)
     with _no_dispatch()():
         stand_ins = [_stand_in(x, sizes.of(name, x.shape)) for name, x in operands.items()]
-        check(*stand_ins, _known_call(call, sizes))
+        check(*stand_ins, _known_call(call, sizes), sizes=sizes)
     return sizes
 
 
 # ---- the operators
 
 
-def check_forward(q, k, v, call: Call, wants_max_logit=False, output_f32=False) -> None:
-    def check(*arguments):
-        _C.explain(*arguments, False, wants_max_logit, output_f32)
+def _known_variant(variant, sizes: _Sizes):
+    """The variant in numbers, with stand-ins for its tensors; None where a size has no value."""
+    tensors = variant[:4]
+    shapes = [None if x is None else tuple(map(known, x.shape)) for x in tensors]
+    if sizes.unknown or any(None in shape for shape in shapes if shape is not None):
+        return None
+    stand_ins = [
+        None
+        if x is None
+        else _one(x.dtype).expand(shape)
+        if name == "bias"  # large; its strides do not matter here
+        else torch.empty(shape, dtype=x.dtype, device="cpu")
+        for name, x, shape in zip(variant._fields, tensors, shapes, strict=False)
+    ]
+    numbers = [_known_or(value, 0) for value in variant[4:]]
+    return type(variant)(*stand_ins, *numbers)
+
+
+def _check_variant(variant, q: Tensor) -> None:
+    for name, x in zip(variant._fields, variant[:4], strict=False):
+        if x is not None:
+            check_operand(name, x, q)
+
+
+def check_forward(
+    q, k, v, call: Call, wants_max_logit=False, output_f32=False, variant=None
+) -> None:
+    if variant is not None:
+        _check_variant(variant, q)
+
+    def check(*arguments, sizes):
+        known_variant = None if variant is None else _known_variant(variant, sizes)
+        _C.explain(*arguments, False, wants_max_logit, output_f32, False, known_variant)
 
     checked_call(check, q, k, v, call)
 
@@ -201,11 +231,14 @@ def require_shape(name: str, found: tuple, shape: tuple) -> None:
         raise ValueError(f"{name} has shape {list(found)}; it must be {list(shape)}")
 
 
-def check_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, call: Call) -> None:
+def check_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, call: Call, variant=None) -> None:
     outputs = {"o": o, "grad_o": grad_o, "lse": lse, "o_low": o_low, "grad_lse": grad_lse}
+    if variant is not None:
+        _check_variant(variant, q)
 
-    def check(*arguments):
-        _C.explain(*arguments, False, False, False)
+    def check(*arguments, sizes):
+        known_variant = None if variant is None else _known_variant(variant, sizes)
+        _C.explain(*arguments, False, False, False, False, known_variant)
 
     sizes = checked_call(check, q, k, v, call, outputs)
     *leading, rows, heads, _ = sizes.of("q", q.shape)

@@ -10,8 +10,8 @@ from pantile._attention import (
     _fp8_ops,
     _require_torch,
     packing_of,
-    require_no_lengths,
 )
+from pantile._explain_calls import require_no_lengths
 from pantile._foreign import refuse
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
 from pantile._quantized import Quantized

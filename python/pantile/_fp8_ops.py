@@ -114,7 +114,7 @@ def _fake_quantize(*arguments):
     q, k, v, call = a.q, a.k, a.v, _quantize_call(a)
     _check_ranks(q, k, v, call)
 
-    def check(*arguments):
+    def check(*arguments, **_):
         _C.explain_fp8(*arguments, a.block_q, a.block_k, a.hadamard, a.smooth_k, "code")
 
     sizes = _fake.checked_call(check, q, k, v, call)
@@ -196,7 +196,7 @@ def _check_without_memory(a) -> None:
     k = a.codes_k.new_empty((*dense, a.keys, heads_k, a.head_dim), dtype=a.dtype)
     v = a.codes_v.new_empty((*dense, a.keys, heads_k, head_dim_v), dtype=a.dtype)
 
-    def check(*arguments):
+    def check(*arguments, **_):
         _C.explain_fp8(*arguments, a.block_q, a.block_k, False, a.smooth_k, a.fp8_exp)
 
     _fake.checked_call(check, q, k, v, a.call)

@@ -7,6 +7,7 @@ import numpy as np
 from pantile import _C
 from pantile._options import log
 from pantile._schema import LENGTHS, lengths_of
+from pantile._variants import seed_numbers
 
 _NAMES = ("q", "k", "v")
 
@@ -36,6 +37,11 @@ def _check(name: str, x: object) -> None:
             f"{name} has dtype {x.dtype}; it must be float32, float16 or bfloat16 of ml_dtypes, "
             "in native byte order"
         )
+
+
+def _check_native(name: str, x: np.ndarray, dtype: str) -> None:
+    if x.dtype.name != dtype or not x.dtype.isnative:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be {dtype}, in native byte order")
 
 
 def _check_lengths(name: str, x: object) -> None:
@@ -68,7 +74,49 @@ def final_call(q, call: _C.Call) -> _C.Call:
     return call
 
 
-def attention(q, k, v, call: _C.Call, deterministic, checked, return_lse, extras):
+def _raw_variant(variant):
+    """Its arrays as the bindings read them."""
+    arrays = {}
+    for name, x in zip(variant._fields, variant[:4], strict=False):
+        if x is None:
+            continue
+        check_plain(name, x)
+        if name == "bias":
+            _check(name, x)
+            x = _raw(x[(None,) * (4 - x.ndim)] if 0 < x.ndim < 4 else x)
+            contiguous = x.ndim == 0 or x.strides[-1] == x.itemsize
+        else:
+            _check_native(name, x, "int64" if name == "dropout_seed" else "float32")
+            contiguous = x.flags.c_contiguous and x.flags.aligned
+        arrays[name] = x if contiguous else np.ascontiguousarray(x)
+    return variant._replace(**arrays)
+
+
+def explained_variant(variant, q: np.ndarray):
+    return _raw_variant(variant)
+
+
+def _seed_of(dropout) -> np.ndarray:
+    """int64 [2]; drawn from NumPy's global generator."""
+    if dropout.seed is None:
+        return np.random.randint(0, 2**63 - 1, 2, dtype=np.int64)
+    if isinstance(dropout.seed, np.ndarray):
+        return dropout.seed
+    return np.array(seed_numbers(dropout.seed), dtype=np.int64)
+
+
+def variant_attention(
+    q, k, v, call: _C.Call, variant, dropout, deterministic, checked, return_lse, extras
+):
+    """Same arguments as pantile._variant_ops.variant_attention."""
+    if dropout is not None:
+        variant = variant._replace(dropout_seed=_seed_of(dropout))
+    return attention(
+        q, k, v, call, deterministic, checked, return_lse, extras, _raw_variant(variant)
+    )
+
+
+def attention(q, k, v, call: _C.Call, deterministic, checked, return_lse, extras, variant=None):
     """Same arguments as pantile._ops.attention; host arrays are always checked."""
     operands = prepare(q, k, v, lengths_of(call))
     packed = call.packed
@@ -84,7 +132,7 @@ def attention(q, k, v, call: _C.Call, deterministic, checked, return_lse, extras
         batch = max(call.cu_seqlens_q.shape[0] - 1, 0) if packed else q.shape[0]
         max_logit = np.full((batch, q.shape[-2]), -np.inf, dtype=np.float32)
     output = o.view(np.uint16) if _is_bfloat16(o.dtype) else o
-    while copies := _C.forward(*operands, output, lse, None, max_logit, call):
+    while copies := _C.forward(*operands, output, lse, None, max_logit, call, variant):
         for bit, name in enumerate(_NAMES):
             if copies >> bit & 1:
                 log.debug("copies %s, strides %s bytes", name, operands[bit].strides)

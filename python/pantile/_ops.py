@@ -433,15 +433,18 @@ def _forward_flops(signature):
     return formula
 
 
-def _backward_flops(*arguments, out_val=None, **_) -> int:
-    a = BACKWARD.split(arguments)
-    return 2 * _pairs(a) * (3 * a.q.shape[-1] + 2 * a.v.shape[-1])
+def _backward_flops(signature):
+    def formula(*arguments, out_val=None, **_) -> int:
+        a = signature.split(arguments)
+        return 2 * _pairs(a) * (3 * a.q.shape[-1] + 2 * a.v.shape[-1])
+
+    return formula
 
 
 for _op, _formula in (
     (torch.ops.pantile.forward, _forward_flops(FORWARD)),
     (torch.ops.pantile.forward_extra, _forward_flops(FORWARD_EXTRA)),
-    (torch.ops.pantile.backward, _backward_flops),
+    (torch.ops.pantile.backward, _backward_flops(BACKWARD)),
 ):
     flop_counter.register_flop_formula(_op, get_raw=True)(_formula)
 

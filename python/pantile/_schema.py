@@ -106,6 +106,38 @@ BACKWARD = Signature(
     "bool deterministic",
     "Tensor grad_q, Tensor grad_k, Tensor grad_v",
 )
+# A variant (pantile._variants): tensors, then numbers. The bindings hold the same fields
+# (bindings/variant.h). Plain calls have operators of their own, which do not carry them.
+VARIANT_TENSORS = "Tensor? alibi, Tensor? sinks, Tensor? bias, Tensor? dropout_seed"
+VARIANT_NUMBERS = (
+    "float softcap, int dropout, SymInt batch_offset, SymInt head_offset, SymInt query_offset, "
+    "SymInt key_offset"
+)
+VARIANT = tuple(field.name for field in _fields_of(f"{VARIANT_TENSORS}, {VARIANT_NUMBERS}"))
+Variant = namedtuple("Variant", VARIANT)
+
+
+def variant_of(arguments: Any) -> Variant:
+    """The variant among the arguments of its operators."""
+    return Variant(*(getattr(arguments, name) for name in VARIANT))
+
+
+FORWARD_VARIANT = Signature(
+    "forward_variant",
+    f"Tensor q, Tensor k, Tensor v, {VARIANT_TENSORS}",
+    f"{VARIANT_NUMBERS}, bool deterministic, bool checked, bool keep_low, bool max_logit, "
+    "bool output_f32",
+    "Tensor o, Tensor lse, Tensor o_low, Tensor max_logit",
+)
+# Gradients that are not wanted are [0].
+BACKWARD_VARIANT = Signature(
+    "backward_variant",
+    "Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor? o_low, "
+    f"Tensor lse, {VARIANT_TENSORS}",
+    f"{VARIANT_NUMBERS}, bool deterministic, bool wants_alibi, bool wants_sinks, bool wants_bias",
+    "Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_alibi, Tensor grad_sinks, "
+    "Tensor grad_bias",
+)
 FP8_OPERANDS = (
     "Tensor codes_q, Tensor codes_k, Tensor codes_v, Tensor scale_q, Tensor scale_kv, "
     "Tensor nonfinite_v, Tensor q_dot_mean, Tensor mean_k"

@@ -158,6 +158,11 @@ def quantized():
     return {"q": pantile.quantize(**dense())}
 
 
+def mask_sizes():
+    dropout = pantile.Dropout(0.5, seed=1)
+    return {"dropout": dropout, "batch": 1, "heads": 2, "seqlen_q": 3, "seqlen_k": 4}
+
+
 CALLS = {
     "attention": (pantile.attention, dense),
     "attention_numpy": (pantile.attention, lambda: arrays(dense())),
@@ -171,6 +176,8 @@ CALLS = {
     "quantize_packed": (pantile.quantize, packed),
     "quantize_codes": (pantile.quantize, codes),
     "merge_attention": (pantile.merge_attention, partials),
+    "Dropout": (lambda **given: attend_dropped(**given), dict),
+    "dropout_mask": (pantile.dropout_mask, mask_sizes),
     "Options": (lambda **given: attend_with(**given), dict),
     "SoftmaxOptions": (lambda **given: attend_softmax(**given), dict),
     "fp8.attention": (pantile.fp8.attention, lambda: {"operands": pantile.quantize(**dense())}),
@@ -197,19 +204,28 @@ def attend_with(**given):
     return pantile.attention(**dense(), options=pantile.Options(**given))
 
 
+def attend_dropped(**given):
+    return pantile.attention(**dense(), dropout=pantile.Dropout(**{"p": 0.5, **given}))
+
+
 def attend_softmax(**given):
     return attend_with(softmax=SoftmaxOptions(**given))
 
 
 def parameters(name: str) -> list[str]:
-    classes = {"Options": pantile.Options, "SoftmaxOptions": SoftmaxOptions}
+    classes = {
+        "Dropout": pantile.Dropout,
+        "Options": pantile.Options,
+        "SoftmaxOptions": SoftmaxOptions,
+    }
     found = inspect.signature(classes.get(name, CALLS[name][0])).parameters.values()
     return [x.name for x in found if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
 
 
 def test_every_public_function_is_here():
     assert {function.__name__ for function, _ in CALLS.values()} - {"<lambda>"} | PLAIN | {
-        "Options"
+        "Dropout",
+        "Options",
     } == set(pantile.__all__)
 
 

@@ -34,7 +34,6 @@ from support import (
     dirty_runs,
     on_dirty_memory,
     rounded_output,
-    run_backward,
     textbooks,
 )
 
@@ -234,6 +233,37 @@ def test_forward(entry, shape, mask, record_property):
     assert_nothing_where_nothing_is_seen(o, lse, truth.exact[1])
 
 
+def call_of(case: Case, target: Target) -> Call:
+    """The call's fields, for the operators."""
+    lengths = case.lengths or (None, None)
+    used = tuple(case.arguments.get(name) for name in ("seqused_q", "seqused_k"))
+    longest = case.longest if case.lengths else (0, 0)
+    mask = window_bounds(case.arguments.get("causal", False), case.arguments.get("window"))
+    return Call(*lengths, *used, *longest, None, *mask, target.backend)
+
+
+@pytest.mark.parametrize(("entry", "shape", "mask"), regimes("forward", ("f16", "bf16")))
+def test_forward_keeps_low_bits(entry, shape, mask, record_property):
+    """What training asks for: the same O, and o_low as the unrounded O of the same kernel says."""
+    require_compiled(entry, record_property)
+    target = target_of(entry)
+    case = regime_case(entry, shape, mask)
+    call = call_of(case, target)
+    run = torch.ops.pantile.forward_extra
+    whole, lse, _, _ = run(*case.operands, *call, False, False, False, False, True)
+    seen = ~torch.isneginf(lse).transpose(-1, -2)
+
+    def training_forward():
+        o, lse, o_low = torch.ops.pantile.forward(*case.operands, *call, False, False, True)
+        return o, lse, o_low[seen]  # the others are not specified
+
+    o, low_lse, o_low = on_dirty_memory(training_forward, target.device)
+    expected, expected_low = rounded_output(whole, case.q.dtype)
+    assert torch.equal(o, expected)
+    assert torch.equal(low_lse, lse)
+    assert torch.equal(o_low, expected_low[seen])
+
+
 def random_gradients(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """(dO, dLSE)."""
     device, q, v = case.q.device.type, case.q, case.v
@@ -255,13 +285,9 @@ def backward_alone(case: Case, target: Target, truth, grads, deterministic: bool
     """(dq, dk, dv) from O and LSE as a forward would have rounded them."""
     o, o_low = rounded_output(truth.exact[0], case.q.dtype)
     lse = truth.exact[1].float().contiguous()
-    used = tuple(case.arguments.get(name) for name in ("seqused_q", "seqused_k"))
-    if not any(x is not None for x in used):
-        return lambda: run_backward(case, target, (o, o_low, lse, *grads), deterministic)
-    mask = window_bounds(case.arguments.get("causal", False), case.arguments.get("window"))
-    settings = Call(*case.lengths, *used, *case.longest, None, *mask, target.backend)
+    call = call_of(case, target)
     return lambda: torch.ops.pantile.backward(
-        grads[0], grads[1], *case.operands, o, o_low, lse, *settings, deterministic
+        grads[0], grads[1], *case.operands, o, o_low, lse, *call, deterministic
     )
 
 

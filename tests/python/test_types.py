@@ -21,42 +21,34 @@ MISTAKES = {
 }
 
 
-def _mypy(paths) -> subprocess.CompletedProcess:
-    """Strict on tests/typing; examples need not annotate every function of their own."""
-    pytest.importorskip("mypy")
-    strict = "--strict" if paths == [CALLS] else "--check-untyped-defs"
-    command = [sys.executable, "-m", "mypy", strict, "--ignore-missing-imports"]
-    command += ["--config-file=", f"--cache-dir={os.devnull}", *map(str, paths)]
+def _mypy() -> subprocess.CompletedProcess:
+    """Strict, but the examples need not annotate every function of their own."""
+    if "PANTILE_CI" not in os.environ:  # there it is installed, and the test must not be skipped
+        pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports"]
+    command += ["--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-calls"]
+    command += ["--config-file=", f"--cache-dir={os.devnull}", *map(str, [CALLS, *EXAMPLES])]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def _pyright(paths) -> subprocess.CompletedProcess:
+def _pyright() -> subprocess.CompletedProcess:
     program = shutil.which("pyright")
     if program is None:
         pytest.skip("pyright is not installed")
-    command = [program, "--pythonpath", sys.executable, *map(str, paths)]
+    command = [program, "--pythonpath", sys.executable, *map(str, [CALLS, *EXAMPLES])]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-checkers = pytest.mark.parametrize(
-    ("check", "line_of_error"),
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("check", "error"),
     [
-        pytest.param(_mypy, r"public_calls\.py:(\d+): error", id="mypy"),
-        pytest.param(_pyright, r"public_calls\.py:(\d+):\d+ - error", id="pyright"),
+        pytest.param(_mypy, r"(\w+\.py):(\d+): error", id="mypy"),
+        pytest.param(_pyright, r"(\w+\.py):(\d+):\d+ - error", id="pyright"),
     ],
 )
-
-
-@pytest.mark.slow
-@checkers
-def test_examples_are_clean(check, line_of_error):
-    result = check(EXAMPLES)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-@pytest.mark.slow
-@checkers
-def test_public_calls_have_the_types_they_should(check, line_of_error):
-    result = check([CALLS])
-    found = {int(number) for number in re.findall(line_of_error, result.stdout)}
-    assert found == MISTAKES, result.stdout + result.stderr
+def test_marked_mistakes_are_the_only_errors(check, error):
+    """One run for all files: reading torch is what takes time."""
+    result = check()
+    found = {(name, int(number)) for name, number in re.findall(error, result.stdout)}
+    assert found == {(CALLS.name, number) for number in MISTAKES}, result.stdout + result.stderr

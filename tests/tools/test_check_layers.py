@@ -103,7 +103,7 @@ def test_design_pages_are_short():
 
 
 def test_the_pages_of_the_project_hold():
-    pages = set(check_layers.sources((".md",))) - check_layers.GENERATED_PAGES
+    pages = set(check_layers.project_files((".md",))) - check_layers.GENERATED_PAGES
     assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/numerics.md"} <= pages
     for page in pages:
         assert check_layers.check_page(page, (check_layers.ROOT / page).read_text()) == [], page

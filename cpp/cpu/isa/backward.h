@@ -6,7 +6,8 @@
 // 2. For every query head of the group, and every row tile that sees a key of the tile, and every
 //    subtile of keys
 //    a. S = Q K^T and dP = dO V^T, keys along the vector lanes;
-//    b. P = exp(S - LSE), dS = P * (dP - delta), 0 where the mask hides;
+//    b. P = exp(S - LSE), dS = P * (dP - delta), 0 where the mask hides, and what a variant changes
+//       of them;
 //    c. dV += P^T dO, dK += dS^T Q, and, in the row tile's turn, dQ += dS K.
 // 3. dK and dV are scaled and written; dQ by the last tile of keys that adds to it.
 //
@@ -44,6 +45,19 @@ PANTILE_INLINE float rows_product(DType dtype, const Rows& o, const std::int8_t*
   return total;
 }
 
+// Of the head's sink, whose score has the weight P = exp(sink - LSE) and the value 0: the sum of
+// dS = P (0 - delta) over rows.
+inline double sink_gradient(float sink, const float* lse, const float* delta, int rows) {
+  double sum = 0.0;
+  if (sink == kHidden) {
+    return sum;  // as if there were none
+  }
+  for (int i = 0; i < rows; ++i) {
+    sum -= static_cast<double>(exp(splat(sink - lse[i]))[0] * delta[i]);
+  }
+  return sum;
+}
+
 // The preparation of one row tile. Also gives the first key tile its turn, and writes the dQ of
 // tiles that no key tile will visit and of rows that take no part.
 inline void prepare(const BackwardJob& job, int item) {
@@ -60,11 +74,13 @@ inline void prepare(const BackwardJob& job, int item) {
   }
   const core::TilePlan plan =
       core::plan_row_tile(mask_of(job, q.length, k.length), rows, job.item_keys);
+  const std::int64_t number = tile_number(job, work.batch, work.head, work.tile);
   if (plan.visit.empty()) {
     clear_rows(job.dtype, job.grad_q, work.batch, work.head, rows, job.dim);
-    return;
+    if (job.sink_sums == nullptr) {
+      return;  // else: a row without keys has the weight of its sink
+    }
   }
-  const std::int64_t number = tile_number(job, work.batch, work.head, work.tile);
   job.turns[number] = plan.visit.begin;
   const Rows o = rows_of(job.dtype, job.o, work.batch, work.head, rows, job.dim_v);
   const Rows grad_o = rows_of(job.dtype, job.grad_o, work.batch, work.head, rows, job.dim_v);
@@ -89,6 +105,10 @@ inline void prepare(const BackwardJob& job, int item) {
     const std::int8_t* low_row = low == nullptr ? nullptr : low + i * job.o_low.side.seq_stride;
     delta[i] =
         rows_product(job.dtype, o, low_row, grad_o, i) - (grad_lse != nullptr ? grad_lse[i] : 0.0f);
+  }
+  if (job.sink_sums != nullptr) {
+    const float* lse = head_values(job.lse, job.q.side, work.batch, work.head) + begin;
+    job.sink_sums[number] = sink_gradient(job.variant.sinks[work.head], lse, delta, rows.size());
   }
 }
 
@@ -159,6 +179,12 @@ class RowSums {
   float* const at_;
 };
 
+// Of the part that a block and a query head have of the gradient of the slopes.
+PANTILE_INLINE std::int64_t slope_number(const BackwardJob& job, const KeyBlock& block, int head) {
+  return (static_cast<std::int64_t>(block.batch) * job.heads.heads_q + head) * job.key_tiles +
+         block.index;
+}
+
 // Stage 2 for one row tile. `keys_not_finite` are the block's keys if some of their values were
 // dropped.
 template <class Math>
@@ -184,7 +210,19 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
                           tile.index >= plan.full.begin && tile.index < plan.full.end};
     score<Math>(tile, subtile, q.as_a, scratch.keys, job.dim, job.scale, scratch.scores);
     score<Math>(tile, subtile, grad_o.as_a, scratch.values, job.dim_v, 1.0f, scratch.grad_scores);
-    weigh<Math>(block.mask, tile, subtile, lse, delta, scratch);
+    if (job.variant.any_score || job.variant.dropped > 0) {
+      change_rows(job.variant, block.mask, block.batch, tile.head, tile.rows, keys, kBackwardKeys,
+                  scratch.scores, scratch.slopes);
+      const float* slopes = job.variant.softcap > 0.0f ? scratch.slopes : nullptr;
+      VariantChange change(job, block.batch, block.mask, tile, subtile, slopes, scratch.random);
+      weigh<Math>(block.mask, tile, subtile, lse, delta, scratch, change);
+      if (job.slope_sums != nullptr) {
+        job.slope_sums[slope_number(job, block, tile.head)] -= change.distance_sum();
+      }
+    } else {
+      NoChange change;
+      weigh<Math>(block.mask, tile, subtile, lse, delta, scratch, change);
+    }
     add_to_keys<Math>(block.mask, tile, subtile, pairs ? scratch.pairs_p : scratch.scores,
                       grad_o.as_b, job.dim_v, scratch.grad_values, grad_o.not_finite());
     add_to_keys<Math>(block.mask, tile, subtile, pairs ? scratch.pairs_ds : scratch.grad_scores,

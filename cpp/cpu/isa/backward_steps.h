@@ -3,6 +3,7 @@
 
 #include "cpu/isa/pairs.h"
 #include "cpu/isa/problem.h"
+#include "cpu/isa/variant.h"
 
 namespace pantile::cpu::PANTILE_ISA {
 namespace {
@@ -87,9 +88,10 @@ PANTILE_INLINE RowPair row_pair(const core::Mask& mask, const QueryTile& tile,
 }
 
 // Step b for two rows: from S and dP to P and dS. `kHides`: some pairs in reach are hidden.
-template <class Math, bool kHides>
+// `Change` is what a variant changes.
+template <class Math, bool kHides, class Change>
 PANTILE_INLINE void weigh_pair(const RowPair& pair, const Subtile& subtile, int row,
-                               const BackwardScratch& scratch) {
+                               const BackwardScratch& scratch, Change& change) {
   const Ints lanes = lane_numbers();
   for (int v = 0; v < subtile.vectors; ++v) {
     const int key = subtile.keys.begin + v * kLanes;
@@ -98,29 +100,97 @@ PANTILE_INLINE void weigh_pair(const RowPair& pair, const Subtile& subtile, int 
     PANTILE_UNROLL for (int i = 0; i < 2; ++i) {
       const int at = (row + i) * kBackwardKeys + v * kLanes;
       p[i] = exp(load(scratch.scores + at) - pair.lse[i]);
-      ds[i] = p[i] * (load(scratch.grad_scores + at) - pair.delta[i]);
+      const auto kept = change.kept(row + i, v * kLanes);
+      ds[i] = p[i] * (change.drop(load(scratch.grad_scores + at), kept) - pair.delta[i]);
       if (kHides) {
         const Ints visible = (lanes >= pair.seen[i].begin - key) & (lanes < pair.seen[i].end - key);
         p[i] = select(visible, p[i], Floats{});
         ds[i] = select(visible, ds[i], Floats{});
       }
+      p[i] = change.drop(p[i], kept);
+      ds[i] = change.finish(ds[i], row + i, v * kLanes);
     }
     keep(Math(), p, ds, row, v * kLanes, scratch);
   }
 }
 
-template <class Math>
+// Plain attention.
+struct NoChange {
+  struct Nothing {};
+  PANTILE_INLINE Nothing kept(int, int) const { return {}; }
+  PANTILE_INLINE Floats drop(Floats x, Nothing) const { return x; }
+  PANTILE_INLINE Floats finish(Floats ds, int, int) const { return ds; }
+};
+
+// A variant, on the subtile that change_rows() has seen. `slopes` are the softcap's derivatives, or
+// null: dS is then that of the scores that the softcap gave.
+class VariantChange {
+ public:
+  VariantChange(const BackwardJob& job, int batch, const core::Mask& mask, const QueryTile& tile,
+                const Subtile& subtile, const float* slopes, std::uint8_t* random)
+      : dropped_(job.variant.dropped),
+        scale_(splat(core::dropout_scale(job.variant.dropped))),
+        slopes_(slopes),
+        sums_distances_(job.variant_gradients.alibi_slopes != nullptr),
+        first_distance_(tile.rows.begin + mask.keys - mask.rows - subtile.keys.begin) {
+    if (dropped_ > 0) {
+      const Span keys{subtile.keys.begin, subtile.keys.begin + subtile.vectors * kLanes};
+      random_ = random_bytes<false>(job.variant, batch, tile.head, tile.rows, keys, random);
+    }
+  }
+
+  // What a weight is multiplied with.
+  PANTILE_INLINE Floats kept(int row, int lane) const {
+    return dropped_ == 0
+               ? scale_
+               : select(PANTILE_ISA::kept(random_, dropped_, row, lane), scale_, Floats{});
+  }
+  PANTILE_INLINE Floats drop(Floats x, Floats kept) const { return x * kept; }
+
+  PANTILE_INLINE Floats finish(Floats ds, int row, int lane) {
+    if (sums_distances_) {
+      distance_sum_ += ds * distances<-1>(first_distance_ + row - lane);
+    }
+    if (slopes_ == nullptr) {
+      return ds;
+    }
+    // Slopes of hidden pairs may be anything.
+    const Floats changed = ds * load(slopes_ + row * kBackwardKeys + lane);
+    return select(ds == Floats{}, Floats{}, changed);
+  }
+
+  // Sum of dS times the distance.
+  double distance_sum() const {
+    double sum = 0.0;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      sum += static_cast<double>(distance_sum_[lane]);
+    }
+    return sum;
+  }
+
+ private:
+  const int dropped_;
+  const Floats scale_;
+  const float* const slopes_;
+  const bool sums_distances_;
+  const int first_distance_;
+  RandomBytes random_{};
+  Floats distance_sum_{};
+};
+
+template <class Math, class Change>
 inline void weigh(const core::Mask& mask, const QueryTile& tile, const Subtile& subtile,
-                  const float* lse, const float* delta, const BackwardScratch& scratch) {
+                  const float* lse, const float* delta, const BackwardScratch& scratch,
+                  Change& change) {
   const Span reach{subtile.keys.begin, subtile.keys.begin + subtile.vectors * kLanes};
   for (int row = 0; row < tile.rows.size(); row += 2) {
     const RowPair pair = row_pair(mask, tile, subtile, row, lse, delta);
     const bool all = core::max_of(pair.seen[0].begin, pair.seen[1].begin) <= reach.begin &&
                      core::min_of(pair.seen[0].end, pair.seen[1].end) >= reach.end;
     if (all) {
-      weigh_pair<Math, false>(pair, subtile, row, scratch);
+      weigh_pair<Math, false>(pair, subtile, row, scratch, change);
     } else {
-      weigh_pair<Math, true>(pair, subtile, row, scratch);
+      weigh_pair<Math, true>(pair, subtile, row, scratch, change);
     }
   }
 }

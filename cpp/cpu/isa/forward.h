@@ -5,8 +5,9 @@
 //    tile that visits it
 //    a. S^T = K Q^T, rows of the sequence along the vector lanes: maxima and sums over keys need no
 //       horizontal operation;
-//    b. the mask, in tiles that core/geometry does not call full;
-//    c. online softmax, P^T in place of S^T;
+//    b. what a variant changes of the scores, then the mask, in tiles that core/geometry does not
+//       call full;
+//    c. online softmax, P^T in place of S^T, then dropout;
 //    d. O = O * factor + P V.
 // 3. O is normalised and written with LSE.
 //
@@ -18,11 +19,11 @@
 #include "core/softmax_state.h"
 #include "cpu/isa/pairs.h"
 #include "cpu/isa/problem.h"
+#include "cpu/isa/variant.h"
 
 namespace pantile::cpu::PANTILE_ISA {
 namespace {
 
-constexpr float kHidden = -__builtin_huge_valf();  // score of a pair that the mask hides
 constexpr int kWays = 4;  // keys at a time in the softmax: independent chains, to hide latencies
 
 // A block of rows of one head, and one tile of rows in it.
@@ -195,6 +196,10 @@ template <class Math>
 inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTile& tile,
                    const SeenKeys& seen, const ForwardScratch& scratch) {
   score<Math>(job, tile, seen, scratch);
+  if (job.variant.any_score) {
+    change_columns(job.variant, block.mask, block.batch, block.head, tile.rows, seen.keys,
+                   kForwardRows, scratch.scores);
+  }
   if (!seen.full) {
     hide_scores(block.mask, tile, seen.keys, scratch.scores);
   }
@@ -207,6 +212,13 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
         soften<Math>(scratch.scores + lane, items + lane, core::round_up(seen.keys.size(), kWays),
                      scratch.row_max + row, scratch.row_sum + row);
     store(scratch.row_factor + lane, factor);
+  }
+  if (job.variant.dropped > 0) {
+    const Span rows{tile.rows.begin, tile.rows.begin + tile.vectors * kLanes};
+    const RandomBytes random =
+        random_bytes<true>(job.variant, block.batch, block.head, rows, seen.keys, scratch.random);
+    drop_weights(random, job.variant.dropped, seen.keys.size(), tile.vectors, scratch.scores,
+                 items);
   }
   add_values<Math>(job, block.mask, tile, seen, scratch);
 }
@@ -226,6 +238,27 @@ PANTILE_INLINE void write_output(const float* sums, Floats factor, int dim,
   }
 }
 
+// The softmax of a row with the head's sink, which its sum of weights contains and its output does
+// not: `shrink` is what the sink's maximum leaves of the sum of outputs.
+struct FinishedRow {
+  core::SoftmaxState state;
+  float shrink;
+};
+
+PANTILE_INLINE FinishedRow finish_row(const ForwardJob& job, int head,
+                                      const ForwardScratch& scratch, int i) {
+  const core::SoftmaxState seen{scratch.row_max[i], scratch.row_sum[i]};
+  if (job.variant.sinks == nullptr) {
+    return FinishedRow{seen, 1.0f};
+  }
+  const float sink = job.variant.sinks[head];
+  const float max = sink > seen.max ? sink : seen.max;
+  const float shift = core::softmax_shift(max);
+  const float shrink = exp(splat(seen.max - shift))[0];
+  // max_or_second(-88, x) of exp turns -inf into 0, and keeps NaN of either.
+  return FinishedRow{{max, seen.sum * shrink + exp(splat(sink - shift))[0]}, shrink};
+}
+
 // Stage 3 for the rows of a block.
 inline void write_block(const ForwardJob& job, const ForwardBlock& block,
                         const ForwardScratch& scratch) {
@@ -236,8 +269,9 @@ inline void write_block(const ForwardJob& job, const ForwardBlock& block,
     using Element = decltype(element);
     typename Element::Raw* o = head_address<Element>(job.o, block.batch, block.head);
     for (int i = 0; i < block.rows.size(); ++i) {
-      const core::SoftmaxState state{scratch.row_max[i], scratch.row_sum[i]};
-      const Floats factor = splat(core::normaliser(state));
+      const FinishedRow finished = finish_row(job, block.head, scratch, i);
+      const Floats factor = splat(core::normaliser(finished.state) * finished.shrink *
+                                  core::dropout_scale(job.variant.dropped));
       const std::int64_t row = block.rows.begin + i;
       write_output<Element>(scratch.outputs + i * width, factor, job.dim_v,
                             o + row * job.o.side.seq_stride,
@@ -247,8 +281,8 @@ inline void write_block(const ForwardJob& job, const ForwardBlock& block,
   if (job.lse.data != nullptr) {
     float* lse = head_values(job.lse, job.q.side, block.batch, block.head) + block.rows.begin;
     for (int i = 0; i < block.rows.size(); ++i) {
-      const float sum = scratch.row_sum[i];
-      lse[i] = sum == 0.0f ? kHidden : scratch.row_max[i] + __builtin_logf(sum);
+      const core::SoftmaxState state = finish_row(job, block.head, scratch, i).state;
+      lse[i] = state.sum == 0.0f ? kHidden : state.max + __builtin_logf(state.sum);
     }
   }
   if (job.max_logit != nullptr) {

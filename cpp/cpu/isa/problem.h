@@ -9,6 +9,8 @@ namespace {
 
 using core::Span;
 
+constexpr float kHidden = -__builtin_huge_valf();  // score of a pair that the mask hides
+
 // Rows of a sequence: the first `length` take part, `room` are there to be written.
 struct Extent {
   int length;

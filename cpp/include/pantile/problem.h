@@ -172,6 +172,18 @@ constexpr DType output_dtype(const ForwardProblem& problem) {
                                         : problem.dtype;
 }
 
+// Of the gradient of the bias, contiguous: 1 along an axis of stride 0, which shares it.
+struct BiasShape {
+  std::int64_t batch, heads, queries, keys;
+  constexpr std::int64_t count() const { return batch * heads * queries * keys; }
+};
+
+constexpr BiasShape bias_gradient_shape(const ForwardProblem& problem) {
+  const BiasLayout& bias = problem.variant.bias;
+  return BiasShape{bias.batch == 0 ? 1 : problem.batch, bias.head == 0 ? 1 : problem.heads_q,
+                   bias.query == 0 ? 1 : problem.seqlen_q, problem.seqlen_k};
+}
+
 // Gradients of the forward problem. dLSE is folded into the row term:
 //   dS = P * (dO V^T - rowsum(dO * O) + dLSE)
 struct BackwardProblem {

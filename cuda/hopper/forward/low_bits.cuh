@@ -21,12 +21,12 @@ PANTILE_DEVICE void store_low_bits(const ForwardParams& p, const TileInfo& info,
   const int thread = static_cast<int>(threadIdx.x) - kWarpgroupThreads;
   const int lane = thread & 31;
   const int first = info.row0 + tile::fragment_row(thread / 32, lane);
-  const std::int64_t sequence =
-      info.q_row + (p.cu_seqlens_q == nullptr ? std::int64_t{info.batch} * p.seqlen_q : 0);
-  const std::int64_t row_bytes = std::int64_t{p.heads_q} * p.head_dim_v;
   const int quarter = (lane & 3) * 8;
-  std::int8_t* const to =
-      p.o_low + (sequence + first) * row_bytes + std::int64_t{info.head} * p.head_dim_v + quarter;
+  // Distances from the host, 0 for the batch of packed tensors. Where the kernel chose between 0
+  // and a product, ptxas 13.0 read the 0 before it was written (docs/decisions.md).
+  const Strides& strides = p.low_strides;
+  std::int8_t* const to = p.o_low + info.batch * strides.batch +
+                          (info.q_row + first) * strides.seq + info.head * strides.head + quarter;
 #pragma unroll
   for (int g = 0; g < kColumnGroups; g += 4) {
     std::uint32_t words[4];  // two columns of row 0, then of row 1
@@ -45,7 +45,7 @@ PANTILE_DEVICE void store_low_bits(const ForwardParams& p, const TileInfo& info,
       for (int i = 0; i < 2; ++i) {
         const unsigned pick = i == 0 ? 0x5410 : 0x7632;
         if (first + 8 * i < info.rows) {
-          *reinterpret_cast<uint2*>(to + 8 * i * row_bytes + g * 8) = make_uint2(
+          *reinterpret_cast<uint2*>(to + 8 * i * strides.seq + g * 8) = make_uint2(
               __byte_perm(words[0], words[1], pick), __byte_perm(words[2], words[3], pick));
         }
       }

@@ -51,9 +51,12 @@ struct ForwardParams {
   bool output_f32;  // O is fp32, and TMA stores none of it
   int head_dim_v;
   void* o;
-  std::int8_t* o_low;  // contiguous, without the strides of O; null when not wanted
+  std::int8_t* o_low;  // null when not wanted
   const void* v;
   Strides o_strides, v_strides;
+  Strides low_strides;  // of o_low, which is contiguous
+
+  const float* sinks;  // [heads_q], natural logits, unscaled; or null
 };
 
 // One tile of rows of one head, written by the loader, read by all others. `visit_end` 0 stands for

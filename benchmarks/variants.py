@@ -1,0 +1,226 @@
+"""Variants of attention (softcap, ALiBi, dropout, bias, sinks) beside plain attention and the
+peers that have the feature: FlexAttention (compiled), torch's cuDNN and FA2 attention.
+
+    python benchmarks/variants.py --out benchmarks/results/h200_variants.jsonl
+
+Every contender of a line runs in one process, interleaved. FlexAttention's compilation, and ours of
+a kernel's first use, are over before the clock starts; `first_use_s` tells how long ours took. Each
+line also has the error of ours, relative to attention in float32 on the first heads."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import pathlib
+import time
+
+import pantile
+import torch
+import torch.nn.functional as F
+from pantile.bench import measure
+from pantile.bench.measure import Contender, repeat
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
+
+SHAPES = ((4, 4096), (1, 16384))  # batch, length
+HIDDEN = 2048
+SOFTCAP, DROPOUT = 50.0, 0.1
+PEERS = ("FlexAttention", "cuDNN (torch)", "FA2 (torch)")
+
+
+def tensors_of(variant: str, heads: int, length: int) -> dict[str, torch.Tensor]:
+    """What the variant needs beside Q, K and V."""
+    if variant == "ALiBi":
+        slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, device="cuda") / heads)
+        return {"alibi": slopes.float()}
+    if variant == "bias":
+        return {"bias": torch.randn(1, 1, length, length, device="cuda", dtype=torch.bfloat16)}
+    if variant == "sinks":
+        return {"sinks": torch.randn(heads, device="cuda")}
+    return {}
+
+
+def keywords_of(variant: str, tensors: dict) -> dict:
+    fixed = {"softcap": {"softcap": SOFTCAP}, "dropout": {"dropout": pantile.Dropout(DROPOUT)}}
+    return {**tensors, **fixed.get(variant, {})}
+
+
+@functools.cache
+def compiled_flex():
+    return torch.compile(flex_attention.flex_attention, dynamic=False)
+
+
+def flex_score(variant: str, tensors: dict):
+    if variant == "softcap":
+        return lambda s, b, h, i, j: SOFTCAP * torch.tanh(s / SOFTCAP)
+    if variant == "ALiBi":
+        slopes = tensors["alibi"]
+        return lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()
+    if variant == "bias":
+        bias = tensors["bias"]
+        return lambda s, b, h, i, j: s + bias[0, 0, i, j]
+    return None
+
+
+def peer_call(name: str, variant: str, causal: bool, leaves, tensors: dict):
+    """A function of no arguments, or why there is none. ``leaves``: [batch, heads, seq, dim]."""
+    length = leaves[0].shape[2]
+    if name == "FlexAttention":
+        score = flex_score(variant, tensors)
+        if score is None and variant != "plain":
+            return "not offered by FlexAttention"
+        torch._dynamo.reset()
+        mask = None
+        if causal:
+            mask = flex_attention.create_block_mask(
+                lambda b, h, i, j: j <= i, None, None, length, length, device="cuda"
+            )
+        return lambda: compiled_flex()(*leaves, score_mod=score, block_mask=mask)
+    backend = {
+        "cuDNN (torch)": SDPBackend.CUDNN_ATTENTION,
+        "FA2 (torch)": SDPBackend.FLASH_ATTENTION,
+    }[name]
+    options: dict = {"is_causal": causal}
+    if variant == "dropout":
+        options["dropout_p"] = DROPOUT
+    elif variant == "bias" and not causal and backend == SDPBackend.CUDNN_ATTENTION:
+        options["attn_mask"] = tensors["bias"]
+    elif variant != "plain":
+        return "not offered by scaled_dot_product_attention"
+
+    def call():
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*leaves, **options)
+
+    return call
+
+
+def contender(name: str, what: str, forward, leaves, grad_o) -> Contender:
+    if what == "forward":
+
+        def call():
+            with torch.no_grad():
+                return forward()
+    else:
+        o = forward()
+
+        def call():
+            return torch.autograd.grad(o, leaves, grad_o, retain_graph=True)
+
+    call()
+    return Contender(name, repeat(call))
+
+
+def error_of(o: torch.Tensor, inputs, causal: bool, variant: str, tensors: dict) -> float | None:
+    """Of the last 256 queries of the first head; not of dropout, whose mask is random."""
+    if variant == "dropout":
+        return None
+    q, k, v = (x[0, :, 0].float() for x in inputs)
+    rows = torch.arange(len(q) - 256, len(q), device=q.device)
+    distance = rows[:, None] - torch.arange(len(k), device=q.device)
+    s = q[rows] @ k.T * q.shape[-1] ** -0.5
+    if variant == "softcap":
+        s = SOFTCAP * torch.tanh(s / SOFTCAP)
+    elif variant == "ALiBi":
+        s = s - tensors["alibi"][0] * distance.abs()
+    elif variant == "bias":
+        s = s + tensors["bias"][0, 0, rows].float()
+    if causal:
+        s = s.masked_fill(distance < 0, -math.inf)
+    if variant == "sinks":
+        s = torch.cat([s, tensors["sinks"][0].expand(256, 1)], 1)
+        v = torch.cat([v, torch.zeros_like(v[:1])])
+    exact = torch.softmax(s, 1) @ v
+    return float((o[0, rows, 0].float() - exact).norm() / exact.norm())
+
+
+def line_of(variant: str, head_dim: int, batch: int, length: int, causal: bool, what: str) -> dict:
+    heads = HIDDEN // head_dim
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        for _ in range(4)
+    ]
+    grad_o = inputs.pop()
+    leaves = tuple(x.requires_grad_(what == "backward") for x in inputs)
+    swapped = tuple(x.detach().transpose(1, 2).requires_grad_(what == "backward") for x in inputs)
+    tensors = tensors_of(variant, heads, length)
+    absent: dict[str, str] = {}
+    running = [
+        contender("plain", what, lambda: pantile.attention(*leaves, causal=causal), leaves, grad_o)
+    ]
+    line = {
+        "kind": "timing",
+        "variant": variant,
+        "pass": what,
+        "head_dim": head_dim,
+        "batch": batch,
+        "heads": heads,
+        "seqlen": length,
+        "causal": causal,
+    }
+    keywords = keywords_of(variant, tensors)
+
+    def ours():
+        return pantile.attention(*leaves, causal=causal, **keywords)
+
+    try:
+        started = time.perf_counter()
+        o = ours()
+        torch.cuda.synchronize()
+        line["first_use_s"] = round(time.perf_counter() - started, 3)
+        line["error"] = error_of(o, inputs, causal, variant, tensors)
+        running.append(contender("pantile", what, ours, leaves, grad_o))
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        absent["pantile"] = str(error).splitlines()[0]
+    for name in PEERS:
+        found = peer_call(name, variant, causal, swapped, tensors)
+        if isinstance(found, str):
+            absent[name] = found
+            continue
+        try:
+            running.append(contender(name, what, found, swapped, grad_o.transpose(1, 2)))
+        except Exception as error:  # torch's compiler raises types of its own
+            absent[name] = str(error).splitlines()[0]
+    measure.interleave(running, rounds=5, round_ms=8.0)
+    line["ms"] = {c.name: round(c.median(), 5) for c in running}
+    line["absent"] = absent
+    best = min((c.median() for c in running if c.name in PEERS), default=None)
+    own = line["ms"].get("pantile")
+    line["over_plain"] = own and round(own / line["ms"]["plain"], 3)
+    line["ahead_of_best_peer"] = own and best and round(best / own, 3)
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--variants", default="softcap,ALiBi,dropout,bias,sinks")
+    parser.add_argument("--passes", default="forward,backward")
+    parser.add_argument("--head-dims", default="64,128")
+    given = parser.parse_args()
+    lines = [
+        {
+            "kind": "run",
+            "commit": measure.commit(),
+            "commands": [measure.command()],
+            "torch": torch.__version__,
+            "cudnn": torch.backends.cudnn.version(),
+            "state_before": measure.gpu_state(),
+        }
+    ]
+    for what in given.passes.split(","):
+        for variant in given.variants.split(","):
+            for head_dim in map(int, given.head_dims.split(",")):
+                for batch, length in SHAPES:
+                    for causal in (True, False):
+                        line = line_of(variant, head_dim, batch, length, causal, what)
+                        print(json.dumps(line), flush=True)
+                        lines.append(line)
+    if given.out:
+        given.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()

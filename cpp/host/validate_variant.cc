@@ -1,0 +1,247 @@
+// The rules of what changes plain attention (variant.h).
+#include <cinttypes>
+#include <cmath>
+#include <cstdint>
+
+#include "host/rules.h"
+#include "host/shape.h"
+
+namespace pantile::host {
+namespace {
+
+constexpr StatusCode kInvalid = StatusCode::invalid_argument;
+constexpr int kByteValues = 256;
+constexpr std::int64_t kCoordinates = std::int64_t{1} << 32;  // of the dropout generator
+
+Status softcap_rule(const Variant& v) {
+  if (!std::isfinite(v.softcap) || v.softcap < 0.0f) {
+    return Status::error(kInvalid, "softcap is %g; it must be finite, and positive, or 0 for none",
+                         static_cast<double>(v.softcap));
+  }
+  return Status();
+}
+
+Status alibi_rule(const Variant& v) {
+  if (v.alibi_by_batch && !v.has_alibi) {
+    return Status::error(kInvalid, "alibi_by_batch is true; it must be false without has_alibi");
+  }
+  return Status();
+}
+
+Status stride_rule(const char* name, const char* axis, std::int64_t stride, std::int64_t size) {
+  constexpr std::int64_t kMaxReach = std::int64_t{1} << 58;  // three axes stay within 63 bits
+  if (size <= 1) {
+    return Status();
+  }
+  if (stride < 0) {
+    return Status::error(kInvalid, "%s: stride along %s is %" PRId64 "; it must be 0 or more", name,
+                         axis, stride);
+  }
+  if (stride > kMaxReach / (size - 1)) {
+    return Status::error(kInvalid,
+                         "%s: stride along %s is %" PRId64 "; with %" PRId64
+                         " elements on that axis the tensor spans more than 2^58 elements",
+                         name, axis, stride, size);
+  }
+  return Status();
+}
+
+Status bias_rule(const ForwardProblem& p) {
+  const Variant& v = p.variant;
+  if (!v.has_bias) {
+    return Status();
+  }
+  if (v.bias_dtype != DType::f32 && v.bias_dtype != p.dtype) {
+    return Status::error(kInvalid, "bias_dtype is %s; it must be f32 or the dtype of q, %s",
+                         dtype_name(v.bias_dtype), dtype_name(p.dtype));
+  }
+  const int align = v.bias.base_align_bytes;
+  const int bytes = dtype_bytes(v.bias_dtype);
+  if (align < bytes || (align & (align - 1)) != 0) {
+    return Status::error(kInvalid,
+                         "bias.base_align_bytes is %d; it must be a power of two of at least %d",
+                         align, bytes);
+  }
+  return first_error({
+      stride_rule("bias", "batch", v.bias.batch, p.batch),
+      stride_rule("bias", "head", v.bias.head, p.heads_q),
+      stride_rule("bias", "query", v.bias.query, p.seqlen_q),
+  });
+}
+
+// Coordinates of the generator have 32 bits.
+Status offset_rule(const char* name, std::int64_t offset, std::int64_t length) {
+  if (offset < 0 || offset > kCoordinates - length) {
+    return Status::error(kInvalid, "%s is %" PRId64 "; it must be from 0 to %" PRId64, name, offset,
+                         kCoordinates - length);
+  }
+  return Status();
+}
+
+Status dropout_rule(const ForwardProblem& p) {
+  const Variant& v = p.variant;
+  if (v.dropout < 0 || v.dropout >= kByteValues) {
+    return Status::error(kInvalid, "dropout is %d; it must be from 0 to %d", v.dropout,
+                         kByteValues - 1);
+  }
+  return first_error({
+      offset_rule("batch_offset", v.batch_offset, p.batch),
+      offset_rule("head_offset", v.head_offset, p.heads_q),
+      offset_rule("query_offset", v.query_offset, p.seqlen_q),
+      offset_rule("key_offset", v.key_offset, p.seqlen_k),
+  });
+}
+
+Status mask_rule(const ForwardProblem& p) {
+  const Variant& v = p.variant;
+  if (v.has_block_mask + v.has_element_mask + v.has_documents > 1) {
+    return Status::error(kInvalid,
+                         "has_block_mask is %d, has_element_mask %d and has_documents %d; at most "
+                         "one must be true",
+                         v.has_block_mask, v.has_element_mask, v.has_documents);
+  }
+  if (v.has_block_mask ? v.mask_block_size != 64 && v.mask_block_size != 128
+                       : v.mask_block_size != 0) {
+    return Status::error(kInvalid, "mask_block_size is %d; it must be %s", v.mask_block_size,
+                         v.has_block_mask ? "64 or 128" : "0 without has_block_mask");
+  }
+  if (mask_form(v) == MaskForm::none) {
+    return Status();
+  }
+  return first_error({
+      stride_rule("mask", "batch", v.mask.batch, p.batch),
+      stride_rule("mask", "head", v.mask.head, p.heads_q),
+      stride_rule("mask", "query", v.mask.query, p.seqlen_q),
+      stride_rule("mask_keys", "batch", v.mask_keys, p.batch),
+  });
+}
+
+Status wanted_rule(const char* gradient, bool wanted, const char* tensor, bool has) {
+  if (wanted && !has) {
+    return Status::error(kInvalid, "%s is true; it must be false without %s", gradient, tensor);
+  }
+  return Status();
+}
+
+bool pairs_are_empty(const ForwardProblem& p) {
+  return p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0;
+}
+
+Status aligned_to(const char* name, const void* pointer, int align) {
+  if (reinterpret_cast<std::uintptr_t>(pointer) % static_cast<std::uintptr_t>(align) != 0) {
+    return Status::error(kInvalid, "%s is at %p; its address must be a multiple of %d bytes", name,
+                         pointer, align);
+  }
+  return Status();
+}
+
+// An array that may have no elements, and may be null then.
+Status array_pointer(const char* name, const void* pointer, bool wanted, const char* because,
+                     bool empty, int align) {
+  Status status;
+  if (!wanted || !empty) {
+    status = optional_pointer(name, pointer, wanted, because);
+  }
+  return status.ok() ? aligned_to(name, pointer, align) : status;
+}
+
+Status mask_pointers(const ForwardProblem& p, const VariantTensors& t) {
+  const Variant& v = p.variant;
+  const bool no_pairs = pairs_are_empty(p);
+  const bool bytes = v.has_block_mask || v.has_element_mask;
+  const char* because = v.has_element_mask ? "has_element_mask" : "has_block_mask";
+  constexpr int kId = sizeof(std::int32_t);
+  return first_error({
+      array_pointer("mask", t.mask, bytes, because, no_pairs, 1),
+      array_pointer("query_ids", t.query_ids, v.has_documents, "has_documents", no_pairs, kId),
+      array_pointer("key_ids", t.key_ids, v.has_documents, "has_documents", no_pairs, kId),
+  });
+}
+
+}  // namespace
+
+Status variant_rule(const ForwardProblem& p) {
+  return first_error({softcap_rule(p.variant), alibi_rule(p.variant), bias_rule(p), dropout_rule(p),
+                      mask_rule(p)});
+}
+
+Status variant_gradients_rule(const BackwardProblem& p) {
+  const Variant& v = p.forward.variant;
+  return first_error({
+      wanted_rule("wants_grad_alibi", p.wants_grad_alibi, "has_alibi", v.has_alibi),
+      wanted_rule("wants_grad_sinks", p.wants_grad_sinks, "has_sinks", v.has_sinks),
+      wanted_rule("wants_grad_bias", p.wants_grad_bias, "has_bias", v.has_bias),
+  });
+}
+
+Status variant_pointers(const ForwardProblem& p, const VariantTensors& t) {
+  const Variant& v = p.variant;
+  const bool no_heads = p.heads_q == 0;
+  const bool no_slopes = no_heads || (v.alibi_by_batch && p.batch == 0);
+  constexpr int kFloat = sizeof(float);
+  Status status = first_error({
+      array_pointer("alibi_slopes", t.alibi_slopes, v.has_alibi, "has_alibi", no_slopes, kFloat),
+      array_pointer("sinks", t.sinks, v.has_sinks, "has_sinks", no_heads, kFloat),
+      array_pointer("bias", t.bias, v.has_bias, "has_bias", pairs_are_empty(p),
+                    v.has_bias ? v.bias.base_align_bytes : 1),
+      aligned_to("dropout_seed", t.dropout_seed, sizeof(std::int64_t)),
+      mask_pointers(p, t),
+  });
+  if (!status.ok()) {
+    return status;
+  }
+  if ((v.dropout > 0) != (t.dropout_seed != nullptr)) {
+    return Status::error(kInvalid, "dropout_seed is %s; it must be %s because dropout is %d",
+                         t.dropout_seed == nullptr ? "null" : "set", v.dropout > 0 ? "set" : "null",
+                         v.dropout);
+  }
+  return status;
+}
+
+Status variant_gradient_pointers(const BackwardProblem& p, const VariantGradients& g) {
+  const ForwardProblem& f = p.forward;
+  const bool no_heads = f.heads_q == 0;
+  const bool no_slopes = no_heads || (f.variant.alibi_by_batch && f.batch == 0);
+  constexpr int kFloat = sizeof(float);
+  return first_error({
+      array_pointer("grad_alibi_slopes", g.alibi_slopes, p.wants_grad_alibi, "wants_grad_alibi",
+                    no_slopes, kFloat),
+      array_pointer("grad_sinks", g.sinks, p.wants_grad_sinks, "wants_grad_sinks", no_heads,
+                    kFloat),
+      array_pointer("grad_bias", g.bias, p.wants_grad_bias, "wants_grad_bias",
+                    bias_gradient_shape(f).count() == 0, kFloat),
+  });
+}
+
+Variant canonical_variant(const ForwardProblem& p) {
+  Variant v = p.variant;
+  if (p.batch == 1) {
+    v.alibi_by_batch = false;
+    v.bias.batch = 0;
+  }
+  if (p.heads_q == 1) {
+    v.bias.head = 0;
+  }
+  if (p.seqlen_q == 1) {
+    v.bias.query = 0;
+  }
+  if (!v.has_bias) {
+    v.bias = BiasLayout();
+    v.bias_dtype = Variant().bias_dtype;
+  }
+  if (mask_form(v) == MaskForm::none) {
+    v.mask = MaskLayout();
+    v.mask_keys = 0;
+  }
+  if (v.has_documents) {
+    v.mask.head = v.mask.query = 0;
+  } else {
+    v.mask_keys = 0;
+  }
+  if (v.dropout == 0) {
+    v.batch_offset = v.head_offset = v.query_offset = v.key_offset = 0;
+  }
+  return v;
+}
+
+}  // namespace pantile::host

@@ -1,0 +1,107 @@
+"""pantile.explain: what a call would do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pantile._arguments import check_flags, flag, shown
+from pantile._attention import (
+    _DENSE,
+    _PACKED_BY_NAME,
+    FP8_FORMAT,
+    _engine,
+    _extras,
+    _fp8_ops,
+    _make_call,
+    _refuse_extras,
+    _require_torch,
+    _variant_engine,
+    packing_of,
+)
+from pantile._explain import Explanation, explain_call, explain_fp8_call
+from pantile._foreign import refuse
+from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
+from pantile._schema import PACKING
+from pantile._variants import Dropout, refuse_in_fp8, resolve_variant
+
+if TYPE_CHECKING:
+    from pantile._types import Array, Lengths, Window
+
+
+def require_no_lengths(lengths: tuple, longest: tuple) -> None:
+    """Of dense tensors: what belongs to packed ones must be left out."""
+    for name, value in zip(PACKING[2:], (*lengths[2:], *longest), strict=True):
+        if value is not None:
+            raise ValueError(
+                f"{name} is {shown(value)}; lengths need cu_seqlens_q and cu_seqlens_k, or must be "
+                "left out"
+            )
+
+
+def explain(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths | None = None,
+    cu_seqlens_k: Lengths | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *extra: Any,
+    seqused_q: Lengths | None = None,
+    seqused_k: Lengths | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout: float | Dropout | None = None,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    deterministic: bool = False,
+    options: Options | None = None,
+    verbose: bool = False,
+    **foreign: Any,
+) -> Explanation:
+    """What :func:`attention` (or, with ``cu_seqlens``, :func:`varlen_attention`) would do.
+
+    Takes the arguments of those calls, runs nothing, and answers with a printable object: the
+    kernel of each pass, its tiles and workspace, the copies made first, and a line for each
+    backend that says why it does not serve. With ``verbose`` it prints one for each row of the
+    kernel table; ``rows`` of each pass holds them in any case.
+
+    Raises:
+        TypeError, ValueError: as the call itself would. What no kernel serves raises nothing here:
+        the answer says why.
+    """
+    if extra or foreign:
+        refuse("explain", extra, foreign, (*_PACKED_BY_NAME, "verbose"))
+    options = DEFAULT_OPTIONS if options is None else resolve_options(options)
+    check_flags(return_lse, return_max_logit, deterministic)
+    flag("verbose", verbose)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    longest = (max_seqlen_q, max_seqlen_k)
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        require_no_lengths(lengths, longest)
+        packing = _DENSE
+    else:
+        packing = packing_of(q, k, lengths, longest)
+    call = _make_call(packing, causal, window, scale, options, return_lse)
+    engine = _engine(q)
+    operands = engine.prepare(q, k, v, lengths)
+    call = engine.final_call(q, call)
+    change = (softcap, alibi, bias, sinks, dropout)
+    if not options.fp8:
+        extras = _extras(return_max_logit, options)
+        resolved = resolve_variant(*change)
+        variant = (
+            None if resolved is None else _variant_engine(engine).explained_variant(resolved[0], q)
+        )
+        return explain_call(operands, call, deterministic, extras, verbose, variant)
+    refuse_in_fp8(change)
+    _refuse_extras(return_max_logit, options)
+    _require_torch(engine)
+    rounded = _fp8_ops().like_backward(operands)
+    fp8 = (*FP8_FORMAT, options.fp8_exp)
+    return explain_fp8_call(operands, rounded, call, fp8, deterministic, verbose)

@@ -1,0 +1,398 @@
+"""The torch operators ``pantile::forward_variant`` and ``pantile::backward_variant``.
+
+They are those of _ops.py with what changes plain attention (_variants.py), and with gradients of
+the tensors that do. Plain calls do not come here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils import flop_counter
+
+from pantile import _C, _fake, _torch_private
+from pantile._direct import (
+    keeps_low,
+    no_low,
+    readable_variant,
+    run_backward,
+    run_forward,
+    split_output,
+)
+from pantile._fast_path import (
+    grad_enabled,
+    is_compiling,
+    nothing_watches,
+    present,
+    takes_short_cut,
+)
+from pantile._ops import (
+    _backward_flops,
+    _chosen,
+    _forward_flops,
+    _library,
+    _new_fake,
+    _no_forward_mode,
+    _no_second_derivative,
+    _or_empty,
+    apply,
+    batch_of,
+    differentiates,
+    lower,
+    mapped_in_a_loop,
+    prepare,
+)
+from pantile._schema import (
+    BACKWARD_VARIANT,
+    FORWARD_VARIANT,
+    LENGTHS,
+    NO_LENGTHS,
+    VARIANT,
+    Call,
+    Variant,
+    bind,
+    lengths_of,
+    variant_of,
+)
+from pantile._torch_private import below_autograd
+from pantile._variants import seed_numbers
+
+Tensor = torch.Tensor
+
+_TENSORS = VARIANT[:4]
+_WANTED = ("alibi", "sinks", "bias")  # in the order of their gradients
+_MAX_SEED = 2**63 - 1
+
+for _signature in (FORWARD_VARIANT, BACKWARD_VARIANT):
+    _library.define(_signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
+forward_op = torch.ops.pantile.forward_variant.default
+backward_op = torch.ops.pantile.backward_variant.default
+
+
+# ---- kernels
+
+
+def _gradient_shape(bias: Tensor) -> tuple:
+    """As the kernels write it: 1 along an axis of stride 0."""
+    return tuple(
+        1 if axis < 3 and (size == 1 or stride == 0) else size
+        for axis, (size, stride) in enumerate(zip(bias.shape, bias.stride(), strict=True))
+    )
+
+
+def _own_elements(bias: Tensor) -> Tensor:
+    """An expanded axis gets a gradient for each of its elements, so that it is made one of them."""
+    expanded = any(
+        size > 1 and stride == 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)
+    )
+    return bias.contiguous() if expanded else bias
+
+
+def _run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, variant, call, deterministic, wants):
+    """Six gradients; None for those of the variant's tensors that are not wanted."""
+    variant = readable_variant(variant)
+    if wants[2]:
+        variant = variant._replace(bias=_own_elements(variant.bias))
+    shapes = (
+        None if variant.alibi is None else variant.alibi.shape,
+        None if variant.sinks is None else variant.sinks.shape,
+        None if variant.bias is None else _gradient_shape(variant.bias),
+    )
+    gradients = [
+        q.new_empty(shape, dtype=torch.float32) if wanted else None
+        for shape, wanted in zip(shapes, wants, strict=True)
+    ]
+    grads = run_backward(
+        grad_o, grad_lse, q, k, v, o, o_low, lse, call, deterministic, (variant, *gradients)
+    )
+    if gradients[2] is not None:
+        gradients[2] = gradients[2].to(variant.bias.dtype)
+    return *grads, *gradients
+
+
+def _forward_kernel(*arguments):
+    a = FORWARD_VARIANT.split(arguments)
+    variant = readable_variant(variant_of(a))
+    extras = a.max_logit, a.output_f32
+    o, lse, o_low, max_logit = run_forward(
+        a.q, a.k, a.v, bind(a.call), a.checked, True, extras, a.keep_low, variant
+    )
+    return o, lse, no_low(a.q, a.v) if o_low is None else o_low, _or_empty(max_logit, a.q)
+
+
+def _wants_of(a) -> tuple[bool, bool, bool]:
+    return a.wants_alibi, a.wants_sinks, a.wants_bias
+
+
+def _not_wanted(q: Tensor) -> Tensor:
+    return q.new_empty((0,), dtype=torch.float32)
+
+
+def _backward_kernel(*arguments):
+    a = BACKWARD_VARIANT.split(arguments)
+    grads = _run_backward(
+        *arguments[:8], variant_of(a), bind(a.call), a.deterministic, _wants_of(a)
+    )
+    return tuple(_not_wanted(a.q) if x is None else x for x in grads)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("forward_variant", _forward_kernel, _key)
+    _library.impl("backward_variant", _backward_kernel, _key)
+
+
+# ---- fake kernels
+
+
+@torch.library.register_fake("pantile::forward_variant", lib=_library)
+def _fake_forward(*arguments):
+    a = FORWARD_VARIANT.split(arguments)
+    _fake.check_forward(a.q, a.k, a.v, a.call, a.max_logit, a.output_f32, variant_of(a))
+    rows = batch_of(a.q, a.call) if a.max_logit else 0
+    max_logit = a.q.new_empty((rows, a.q.shape[-2]), dtype=torch.float32)
+    dtype = torch.float32 if a.output_f32 else a.q.dtype
+    return *_new_fake(a.q, a.v, a.keep_low, dtype), max_logit
+
+
+@torch.library.register_fake("pantile::backward_variant", lib=_library)
+def _fake_backward(*arguments):
+    a = BACKWARD_VARIANT.split(arguments)
+    variant = variant_of(a)
+    _fake.check_backward(*arguments[:8], a.call, variant)
+    contiguous = torch.contiguous_format
+    grads = [torch.empty_like(x, memory_format=contiguous) for x in (a.q, a.k, a.v)]
+    for name, wanted in zip(_WANTED, _wants_of(a), strict=True):
+        x = getattr(variant, name)
+        grads.append(x.new_empty(x.shape) if wanted else _not_wanted(a.q))
+    return tuple(grads)
+
+
+# ---- autograd
+
+
+class _VariantAttention(torch.autograd.Function):
+    """First derivatives. ``how`` is (call, numbers of the variant, deterministic, checked, direct,
+    wants, extras), as in _ops._Attention."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, alibi, sinks, bias, seed, how, grad_mode):
+        call, numbers, deterministic, checked, direct, (wants_lse, wants_low), extras = how
+        variant = Variant(alibi, sinks, bias, seed, *numbers)
+        keep_low = wants_low or not extras[1]
+        if direct:
+            o, lse, o_low, max_logit = run_forward(
+                q, k, v, call, checked, True, extras, keep_low, readable_variant(variant)
+            )
+        else:
+            with lower(grad_mode):
+                o, lse, o_low, max_logit = _dispatch(
+                    q, k, v, call, variant, deterministic, checked, keep_low, extras
+                )
+        saved_low = o_low if keeps_low(q, o.dtype is q.dtype) else None
+        tensors = (q, k, v, o, saved_low, lse, alibi, sinks, bias, seed)
+        if call.cu_seqlens_q is None:
+            ctx.save_for_backward(*tensors)
+        else:
+            ctx.save_for_backward(*tensors, *lengths_of(call))
+            call = call._replace(**NO_LENGTHS)
+        ctx.how = (call, tuple(call), numbers, deterministic, direct, wants_lse)
+        ctx.set_materialize_grads(False)
+        whole = [
+            x for x, wanted in ((o_low, wants_low), (max_logit, max_logit is not None)) if wanted
+        ]
+        ctx.mark_non_differentiable(*whole)
+        return (o, lse, *whole) if wants_lse else (o, *whole)
+
+    @staticmethod
+    def backward(ctx, grad_o, *grads):
+        call, fields, numbers, deterministic, direct, wants_lse = ctx.how
+        grad_lse = grads[0] if wants_lse else None
+        if grad_o is None and grad_lse is None:
+            return (None,) * 9
+        q, k, v, o, o_low, lse, alibi, sinks, bias, seed, *lengths = ctx.saved_tensors
+        variant = Variant(alibi, sinks, bias, seed, *numbers)
+        if is_compiling():
+            call = Call(*fields)
+        if lengths:
+            call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
+        if grad_o is None:
+            grad_o = torch.zeros_like(o)
+        if o.dtype is not q.dtype:
+            o, o_low = split_output(o, q.dtype)
+            grad_o = grad_o.to(q.dtype)
+        wants = tuple(ctx.needs_input_grad[3:6])
+        operands = (grad_o, q, k, v, o, lse)
+        others = (grad_lse, o_low, alibi, sinks, bias, seed, *lengths)
+        tensors = (grad_o, grad_lse, q, k, v, o, o_low, lse)
+        if (
+            direct
+            and not torch.is_grad_enabled()
+            and takes_short_cut((*operands, *present(others)))
+        ):
+            results = _run_backward(*tensors, variant, call, deterministic, wants)
+        else:
+            results = backward_op(
+                *tensors, *variant[:4], *call, *variant[4:], deterministic, *wants
+            )
+        answer = [*results[:3]]
+        for x, grad, wanted in zip((alibi, sinks, bias), results[3:], wants, strict=True):
+            answer.append(grad.reshape(x.shape) if wanted else None)
+        return *answer, None, None, None
+
+    jvp = staticmethod(_no_forward_mode)
+
+
+def _dispatch(q, k, v, call, variant, deterministic, checked, keep_low, extras):
+    """(o, lse, o_low, max_logit or None) by the operator."""
+    flags = (deterministic, checked, keep_low, *extras)
+    *outputs, max_logit = forward_op(q, k, v, *variant[:4], *call, *variant[4:], *flags)
+    return *outputs, max_logit if extras[0] else None
+
+
+class _VariantGradient(torch.autograd.Function):
+    """So that a second derivative is never silently wrong."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        *args, grad_mode = args
+        with lower(grad_mode):
+            return backward_op(*args)
+
+    backward = staticmethod(_no_second_derivative)
+    jvp = staticmethod(_no_forward_mode)
+
+
+def _forward_autograd(*arguments):
+    count = FORWARD_VARIANT.operand_count
+    if not differentiates(present(arguments[: count - 1])):
+        with below_autograd():
+            return forward_op(*arguments)
+    a = FORWARD_VARIANT.split(arguments)
+    variant = variant_of(a)
+    keep_low = keeps_low(a.q, a.keep_low)
+    extras = a.max_logit, a.output_f32
+    how = (a.call, tuple(variant[4:]), a.deterministic, a.checked, False, (True, keep_low), extras)
+    o, lse, *others = apply(_VariantAttention, a.q, a.k, a.v, *variant[:4], how)
+    o_low = others.pop(0) if keep_low else no_low(a.q, a.v)
+    return o, lse, o_low, _or_empty(others[0] if others else None, a.q)
+
+
+def _backward_autograd(*arguments):
+    if differentiates(present(arguments[: BACKWARD_VARIANT.operand_count - 1])):
+        return apply(_VariantGradient, *arguments)
+    with below_autograd():
+        return backward_op(*arguments)
+
+
+_library.impl("forward_variant", _forward_autograd, "Autograd")
+_library.impl("backward_variant", _backward_autograd, "Autograd")
+
+
+# ---- autocast, vmap, FLOPs
+
+
+def _register_autocast(device_type: str, key: str) -> None:
+    without_autocast = _torch_private.without_autocast(device_type, key)
+
+    def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+        castable = x.is_floating_point() and x.dtype is not torch.float64
+        return x.to(dtype) if castable else x
+
+    def call(q, k, v, alibi, sinks, bias, *rest):
+        dtype = torch.get_autocast_dtype(device_type)
+        if bias is not None and bias.dtype is not torch.float32:
+            bias = cast(bias, dtype)
+        with without_autocast():
+            return forward_op(*(cast(x, dtype) for x in (q, k, v)), alibi, sinks, bias, *rest)
+
+    _library.impl("forward_variant", call, key)
+
+
+_register_autocast("cpu", "AutocastCPU")
+_register_autocast("cuda", "AutocastCUDA")
+
+
+# One call for each entry: with the same seed all have the same mask, as one by one.
+
+
+def _vmap_forward(info, in_dims, *args):
+    return mapped_in_a_loop(forward_op, info, in_dims, *args)
+
+
+def _vmap_backward(info, in_dims, *args):
+    return mapped_in_a_loop(backward_op, info, in_dims, *args)
+
+
+torch.library.register_vmap("pantile::forward_variant", _vmap_forward, lib=_library)
+torch.library.register_vmap("pantile::backward_variant", _vmap_backward, lib=_library)
+
+for _op, _formula in (
+    (torch.ops.pantile.forward_variant, _forward_flops(FORWARD_VARIANT)),
+    (torch.ops.pantile.backward_variant, _backward_flops(BACKWARD_VARIANT)),
+):
+    flop_counter.register_flop_formula(_op, get_raw=True)(_formula)
+
+
+# ---- calls
+
+
+def _seed_of(dropout, q: Tensor) -> Tensor:
+    """int64 [2] on the device of q. Drawn by an operator of torch: its generator, graphs and
+    checkpoints know about it."""
+    seed = dropout.seed
+    if seed is None:
+        return torch.randint(0, _MAX_SEED, (2,), dtype=torch.int64, device=q.device)
+    if isinstance(seed, Tensor):
+        return seed
+    # Fills, which a graph may capture; a copy from the host it may not.
+    halves = [torch.full((1,), n, dtype=torch.int64, device=q.device) for n in seed_numbers(seed)]
+    return torch.cat(halves)
+
+
+def _checked(variant: Variant, q: Tensor) -> Variant:
+    """After the checks that no kernel could make."""
+    for name, x in zip(_TENSORS, variant, strict=False):
+        if x is not None:
+            _fake.check_operand(name, x, q)
+    return variant
+
+
+def _with_all_axes(variant: Variant) -> Variant:
+    """The bias with four axes: those in front are shared."""
+    bias = variant.bias
+    if not isinstance(bias, Tensor) or bias.layout is not torch.strided or bias.is_nested:
+        return variant
+    return variant._replace(bias=bias[(None,) * (4 - bias.ndim)]) if 0 < bias.ndim < 4 else variant
+
+
+def explained_variant(variant: Variant, q: Tensor) -> Variant:
+    return readable_variant(_with_all_axes(_checked(variant, q)))
+
+
+def variant_attention(q, k, v, call, variant, dropout, deterministic, checked, return_lse, extras):
+    """As _ops.attention. ``dropout`` asks for a seed, or is None."""
+    extras = extras or (False, False)
+    if dropout is not None:
+        variant = variant._replace(dropout_seed=_seed_of(dropout, q))
+    variant = _with_all_axes(variant)
+    tensors = variant[:4]
+    if type(call) is _C.Call and nothing_watches(
+        (q, k, v, *present(tensors), *present(lengths_of(call)))
+    ):
+        if grad_enabled() and any(x.requires_grad for x in (q, k, v, *present(tensors[:3]))):
+            return _recorded(q, k, v, call, variant, deterministic, checked, return_lse, extras)
+        o, lse, _, max_logit = run_forward(
+            q, k, v, call, checked, return_lse, extras, False, readable_variant(variant)
+        )
+        return _chosen(o, lse, max_logit, return_lse)
+    if not is_compiling():
+        prepare(q, k, v, lengths_of(call))
+        _checked(variant, q)
+    o, lse, _, max_logit = _dispatch(q, k, v, call, variant, deterministic, checked, False, extras)
+    return _chosen(o, lse, max_logit, return_lse)
+
+
+def _recorded(q, k, v, call, variant, deterministic, checked, return_lse, extras):
+    """A plain eager call that autograd records."""
+    how = (call, tuple(variant[4:]), deterministic, checked, True, (return_lse, False), extras)
+    answer = apply(_VariantAttention, q, k, v, *variant[:4], how)
+    return answer if len(answer) > 1 else answer[0]
