@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "call.h"
@@ -233,36 +234,74 @@ void check_sequence_contents(const Call& call, std::int64_t total_q, std::int64_
 
 // ---- explanations ----------------------------------------------------------------------------
 
-// Both passes; the backward is described for gradients as autograd makes them, contiguous.
-// `gradients` is (alibi, sinks, bias): whether those are wanted.
+// What a call is planned with beside its tensors. `gradients` is (alibi, sinks, bias): whether
+// those are wanted.
+struct PassOptions {
+  bool deterministic = false, max_logit = false, output_f32 = false, o_low = false;
+  std::tuple<bool, bool, bool> gradients;
+};
+
+template <class Plan>
+struct Planned {
+  using type = Plan;
+};
+
+// Calls visit(Planned<Plan>, problem, operands) for the forward, and for the backward with
+// gradients as autograd makes them, contiguous.
+template <class Visit>
+void for_each_pass(Request* request, const PassOptions& options, const Visit& visit) {
+  ForwardProblem& forward = request->problem;
+  BackwardProblem backward;
+  backward.forward = forward;
+  backward.deterministic = options.deterministic;
+  backward.grad_o = forward.o;
+  backward.grad_q = fresh_layout(request->q);
+  backward.grad_k = fresh_layout(request->k);
+  backward.grad_v = fresh_layout(request->v);
+  backward.has_o_low = options.o_low;
+  std::tie(backward.wants_grad_alibi, backward.wants_grad_sinks, backward.wants_grad_bias) =
+      options.gradients;
+  forward.wants_max_logit = options.max_logit;
+  forward.output_f32 = options.output_f32;
+  forward.wants_o_low = options.o_low;
+  visit(Planned<ForwardPlan>(), &forward,
+        std::initializer_list<Operand>{{&request->q, &forward.q, kCopyQ},
+                                       {&request->k, &forward.k, kCopyK},
+                                       {&request->v, &forward.v, kCopyV}});
+  visit(Planned<BackwardPlan>(), &backward,
+        std::initializer_list<Operand>{{&request->q, &backward.forward.q, kCopyQ},
+                                       {&request->k, &backward.forward.k, kCopyK},
+                                       {&request->v, &backward.forward.v, kCopyV}});
+}
+
+// Both passes.
 nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, const Call& call, bool deterministic,
                   bool max_logit, bool output_f32, bool o_low, nb::handle variant,
                   const std::tuple<bool, bool, bool>& gradients) {
   Request request = read_request(q, k, v, call);
   read_variant(variant, false, &request);
-  ForwardProblem& forward = request.problem;
-  BackwardProblem backward;
-  backward.forward = forward;
-  backward.deterministic = deterministic;
-  backward.grad_o = forward.o;
-  backward.grad_q = fresh_layout(request.q);
-  backward.grad_k = fresh_layout(request.k);
-  backward.grad_v = fresh_layout(request.v);
-  backward.has_o_low = o_low;
-  std::tie(backward.wants_grad_alibi, backward.wants_grad_sinks, backward.wants_grad_bias) =
-      gradients;
-  forward.wants_max_logit = max_logit;
-  forward.output_f32 = output_f32;
-  forward.wants_o_low = o_low;
-  const nb::dict first = explain_pass<ForwardPlan>(request, &forward,
-                                                   {{&request.q, &forward.q, kCopyQ},
-                                                    {&request.k, &forward.k, kCopyK},
-                                                    {&request.v, &forward.v, kCopyV}});
-  const nb::dict second = explain_pass<BackwardPlan>(request, &backward,
-                                                     {{&request.q, &backward.forward.q, kCopyQ},
-                                                      {&request.k, &backward.forward.k, kCopyK},
-                                                      {&request.v, &backward.forward.v, kCopyV}});
-  return nb::make_tuple(first, second);
+  nb::list answers;
+  for_each_pass(&request, {deterministic, max_logit, output_f32, o_low, gradients},
+                [&](auto planned, auto* problem, std::initializer_list<Operand> operands) {
+                  using Plan = typename decltype(planned)::type;
+                  answers.append(explain_pass<Plan>(request, problem, operands));
+                });
+  return nb::tuple(answers);
+}
+
+// The kernels that are compiled at run time, of the forward and, if asked for, of the backward.
+void compile_call(nb::handle q, nb::handle k, nb::handle v, const Call& call, bool deterministic,
+                  bool max_logit, bool output_f32, nb::handle variant,
+                  const std::tuple<bool, bool, bool>& gradients, bool backward) {
+  Request request = read_request(q, k, v, call);
+  read_variant(variant, false, &request);
+  for_each_pass(&request, {deterministic, max_logit, output_f32, false, gradients},
+                [&](auto planned, auto* problem, std::initializer_list<Operand> operands) {
+                  using Plan = typename decltype(planned)::type;
+                  if (backward || std::is_same_v<Plan, ForwardPlan>) {
+                    compile_pass<Plan>(request, problem, operands);
+                  }
+                });
 }
 
 // ---- what there is ---------------------------------------------------------------------------
@@ -382,6 +421,8 @@ NB_MODULE(_C, module) {
   module.def("explain", &py::explain, "q"_a, "k"_a, "v"_a, "call"_a, "deterministic"_a,
              "max_logit"_a = false, "output_f32"_a = false, "o_low"_a = false,
              "variant"_a = nb::none(), "gradients"_a = std::tuple(false, false, false));
+  module.def("compile_call", &py::compile_call, "q"_a, "k"_a, "v"_a, "call"_a, "deterministic"_a,
+             "max_logit"_a, "output_f32"_a, "variant"_a.none(), "gradients"_a, "backward"_a);
   module.attr("VARIANT_FIELDS") = py::variant_field_names();
   module.def("quantize", &py::quantize, "q"_a, "k"_a, "v"_a, "descale_q"_a.none(),
              "descale_k"_a.none(), "descale_v"_a.none(), "operands"_a, "call"_a, "block_q"_a,

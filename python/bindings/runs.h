@@ -255,24 +255,48 @@ inline nb::list verdict_list(const std::vector<Verdict>& verdicts) {
 // "tile_q", "tile_k", "blocks", "workspace_bytes", "softmax", "o_low": whether the pass writes or
 // reads the low bits of O, "rows": a verdict for each row of the table}.
 // Everything but "copies" describes the problem after those copies.
+// The plan that a call would have, with the copies that it would make first.
 template <class Plan, class Problem>
-nb::dict explain_pass(const Request& request, Problem* problem,
-                      std::initializer_list<Operand> operands) {
-  unsigned copies = inexpressible(operands);
+Status plan_with_copies(const Request& request, Problem* problem,
+                        std::initializer_list<Operand> operands, unsigned* copies, Plan* plan) {
+  *copies = inexpressible(operands);
   const DeviceProps device = properties_of(request.device);
-  Plan plan;
-  Status status = make_plan(*problem, device, request.options, &plan);
+  Status status = make_plan(*problem, device, request.options, plan);
   if (status.code() == StatusCode::unsupported) {
-    copies |= what_helps<Plan>(problem, device, request.options, operands);
-    status = make_plan(*problem, device, request.options, &plan);
+    *copies |= what_helps<Plan>(problem, device, request.options, operands);
+    status = make_plan(*problem, device, request.options, plan);
   }
   if (status.code() == StatusCode::unsupported && request.softmax_preferred &&
       forget_softmax(problem)) {
-    return explain_pass<Plan>(request, problem, operands);
+    return plan_with_copies(request, problem, operands, copies, plan);
   }
+  return status;
+}
+
+// Compiles what a run would compile at its first call.
+template <class Plan, class Problem>
+void compile_pass(const Request& request, Problem* problem,
+                  std::initializer_list<Operand> operands) {
+  unsigned unused = 0;
+  Plan plan;
+  Status status = plan_with_copies(request, problem, operands, &unused, &plan);
+  if (status.ok()) {
+    const Unlocked unlocked;
+    status = compile(plan);
+  }
+  raise_unless_ok(status);
+}
+
+template <class Plan, class Problem>
+nb::dict explain_pass(const Request& request, Problem* problem,
+                      std::initializer_list<Operand> operands) {
+  unsigned copies = 0;
+  Plan plan;
+  const Status status = plan_with_copies(request, problem, operands, &copies, &plan);
   if (status.code() == StatusCode::invalid_argument) {
     raise_unless_ok(status);
   }
+  const DeviceProps device = properties_of(request.device);
   std::vector<Verdict> verdicts(static_cast<std::size_t>(kernel_count()));
   const int rows = explain_problem(*problem, device, request.options, verdicts.data(),
                                    static_cast<int>(verdicts.size()));

@@ -152,6 +152,20 @@ def explain(
     ``gradients``: whether those of alibi, sinks and bias are wanted.
     """
 
+def compile_call(
+    q: Any,
+    k: Any,
+    v: Any,
+    call: Call,
+    deterministic: bool,
+    max_logit: bool,
+    output_f32: bool,
+    variant: tuple[Any, ...] | None,
+    gradients: tuple[bool, bool, bool],
+    backward: bool,
+) -> None:
+    """What explain() describes, but compiled; nothing is launched."""
+
 def quantize(
     q: Any,
     k: Any,
@@ -230,3 +244,23 @@ def find_nvrtc() -> tuple[bool, str]:
 
 def compile_kernel(name: str, source: str, entry: str, arch: int, folder: str) -> dict[str, Any]:
     """Compiles a CUDA kernel against pantile's headers into a folder; its registers and so on."""
+
+def compile_attention(
+    pass_: str,
+    backend: str,
+    dtype: str,
+    mask: str,
+    sizes: tuple[int, int, int, int, int, int, int],
+    softcap: bool,
+    alibi: bool,
+    bias: str,
+    dropout: bool,
+    deterministic: bool,
+    grad_alibi: bool,
+    grad_bias: bool,
+    folder: str,
+) -> list[dict[str, Any]]:
+    """As compile_kernel, for each kernel of a variant that the library has not.
+
+    ``sizes``: batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v.
+    """

@@ -15,7 +15,7 @@ from pantile import (
 from pantile._attention import attention, load_torch, varlen_attention
 from pantile._C import UnsupportedError, __version__
 from pantile._explain import Explanation, PassExplanation, Verdict
-from pantile._explain_calls import explain
+from pantile._explain_calls import compile, explain  # noqa: A004
 from pantile._fp8 import quantize
 from pantile._info import build_info, cuda_reason, devices, kernels
 from pantile._jit import install as _install_jit
@@ -35,6 +35,7 @@ __all__ = [
     "__version__",
     "attention",
     "build_info",
+    "compile",
     "cuda_reason",
     "devices",
     "dropout_mask",

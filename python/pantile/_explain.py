@@ -111,17 +111,23 @@ def _pass(answer: dict) -> PassExplanation:
     return PassExplanation(**{**answer, "copies": copies, "rows": rows, **changes})
 
 
+def wanted_gradients(variant) -> tuple[bool, bool, bool]:
+    """Of alibi, sinks and bias."""
+    alibi, sinks, bias = (
+        getattr(getattr(variant, name, None), "requires_grad", False)
+        for name in ("alibi", "sinks", "bias")
+    )
+    return alibi, sinks, bias
+
+
 def explain_call(
     operands, call: _C.Call, deterministic: bool, extras, verbose: bool, variant=None
 ) -> Explanation:
     """``extras``: (max_logit, output_f32), or None when neither is wanted. The backward is that
     with the gradients of those of the variant's tensors that require them."""
-    wants = [
-        getattr(getattr(variant, name, None), "requires_grad", False)
-        for name in ("alibi", "sinks", "bias")
-    ]
+    wants = wanted_gradients(variant)
     answers = _C.explain(
-        *operands, call, deterministic, *(extras or (False, False)), False, variant, tuple(wants)
+        *operands, call, deterministic, *(extras or (False, False)), False, variant, wants
     )
     return Explanation(*map(_pass, answers), verbose=verbose)
 

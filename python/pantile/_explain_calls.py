@@ -1,9 +1,10 @@
-"""pantile.explain: what a call would do."""
+"""pantile.explain and pantile.compile: what a call would do, and its kernels made ready."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pantile import _C
 from pantile._arguments import check_flags, flag, shown
 from pantile._attention import (
     _DENSE,
@@ -18,7 +19,7 @@ from pantile._attention import (
     _variant_engine,
     packing_of,
 )
-from pantile._explain import Explanation, explain_call, explain_fp8_call
+from pantile._explain import Explanation, explain_call, explain_fp8_call, wanted_gradients
 from pantile._foreign import refuse
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
 from pantile._schema import PACKING
@@ -36,6 +37,25 @@ def require_no_lengths(lengths: tuple, longest: tuple) -> None:
                 f"{name} is {shown(value)}; lengths need cu_seqlens_q and cu_seqlens_k, or must be "
                 "left out"
             )
+
+
+def _describe(q, k, v, lengths: tuple, longest: tuple, mask: tuple, options: Options, lse: bool):
+    """Engine, operands and call of dense or packed tensors; ``mask``: causal, window, scale."""
+    if lengths[0] is None and lengths[1] is None:
+        require_no_lengths(lengths, longest)
+        packing = _DENSE
+    else:
+        packing = packing_of(q, k, lengths, longest)
+    call = _make_call(packing, *mask, options, lse)
+    engine = _engine(q)
+    operands = engine.prepare(q, k, v, lengths)
+    return engine, operands, engine.final_call(q, call)
+
+
+def _variant_of(engine, q, change: tuple):
+    """``change``: softcap, alibi, bias, sinks, dropout."""
+    resolved = resolve_variant(*change)
+    return None if resolved is None else _variant_engine(engine).explained_variant(resolved[0], q)
 
 
 def explain(
@@ -82,22 +102,13 @@ def explain(
     flag("verbose", verbose)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     longest = (max_seqlen_q, max_seqlen_k)
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        require_no_lengths(lengths, longest)
-        packing = _DENSE
-    else:
-        packing = packing_of(q, k, lengths, longest)
-    call = _make_call(packing, causal, window, scale, options, return_lse)
-    engine = _engine(q)
-    operands = engine.prepare(q, k, v, lengths)
-    call = engine.final_call(q, call)
+    engine, operands, call = _describe(
+        q, k, v, lengths, longest, (causal, window, scale), options, return_lse
+    )
     change = (softcap, alibi, bias, sinks, dropout)
     if not options.fp8:
         extras = _extras(return_max_logit, options)
-        resolved = resolve_variant(*change)
-        variant = (
-            None if resolved is None else _variant_engine(engine).explained_variant(resolved[0], q)
-        )
+        variant = _variant_of(engine, q, change)
         return explain_call(operands, call, deterministic, extras, verbose, variant)
     refuse_in_fp8(change)
     _refuse_extras(return_max_logit, options)
@@ -105,3 +116,66 @@ def explain(
     rounded = _fp8_ops().like_backward(operands)
     fp8 = (*FP8_FORMAT, options.fp8_exp)
     return explain_fp8_call(operands, rounded, call, fp8, deterministic, verbose)
+
+
+def compile(  # noqa: A001 (read as pantile.compile)
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Lengths | None = None,
+    cu_seqlens_k: Lengths | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *extra: Any,
+    seqused_q: Lengths | None = None,
+    seqused_k: Lengths | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout: float | Dropout | None = None,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    deterministic: bool = False,
+    options: Options | None = None,
+    backward: bool = True,
+    **foreign: Any,
+) -> None:
+    """Compiles or loads the kernels that a call would compile or load at its first time.
+
+    Takes the arguments of :func:`attention` (or, with ``cu_seqlens``, :func:`varlen_attention`),
+    launches nothing and reads no tensor. Call it before a CUDA graph is captured, or before a
+    server takes requests. Calls with softcap, alibi, bias or dropout need it; the kernels of all
+    others are in the library. Lengths, strides and values do not matter: only dtype, head dims,
+    the kind of mask, which of those arguments are given, and which gradients are wanted.
+
+    Args:
+        backward: also the backward, with the gradients of the tensors that require them.
+
+    Raises:
+        TypeError, ValueError, pantile.UnsupportedError: as the call itself would.
+        RuntimeError: there is no compiler, or it failed; the message says where it was looked for.
+    """
+    if extra or foreign:
+        refuse("compile", extra, foreign, (*_PACKED_BY_NAME, "backward"))
+    options = DEFAULT_OPTIONS if options is None else resolve_options(options)
+    check_flags(return_lse, return_max_logit, deterministic)
+    flag("backward", backward)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    longest = (max_seqlen_q, max_seqlen_k)
+    engine, operands, call = _describe(
+        q, k, v, lengths, longest, (causal, window, scale), options, return_lse
+    )
+    change = (softcap, alibi, bias, sinks, dropout)
+    if options.fp8:
+        refuse_in_fp8(change)
+        return
+    max_logit, output_f32 = _extras(return_max_logit, options) or (False, False)
+    variant = _variant_of(engine, q, change)
+    gradients = wanted_gradients(variant)
+    _C.compile_call(
+        *operands, call, deterministic, max_logit, output_f32, variant, gradients, backward
+    )

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pantile
 import pytest
 from pantile import _C, _jit
 from pantile import __main__ as command_line
@@ -22,6 +24,14 @@ extern "C" __global__ void fill(float* to) { to[threadIdx.x] = pantile::core::kI
 '''
 entry = "fill"
 arch = 90
+"""
+
+ATTENTION = """
+[[attention]]
+backend = "hopper"
+dtype = "bf16"
+head_dim = 128
+mask = "causal"
 """
 
 needs_nvrtc = pytest.mark.skipif(
@@ -61,13 +71,29 @@ def test_errors_of_the_source_are_shown(tmp_path, capsys, caplog):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "lists no [[kernel]]"),
-        ("kernel = 3", "it must have tables [[kernel]] only"),
-        ("[[kernels]]", "it must have tables [[kernel]] only"),
+        ("", "lists no [[attention]] and no [[kernel]]"),
+        ("kernel = 3", "must have tables [[attention]] and [[kernel]] only"),
+        ("[[kernels]]", "must have tables [[attention]] and [[kernel]] only"),
         ("[[kernel", "is not TOML"),
-        (KERNEL.replace("arch = 90", ""), "it must have ['arch', 'entry', 'name', 'source']"),
+        (KERNEL.replace("arch = 90", ""), "kernel 1 lacks ['arch']; it may have ['arch', 'entry'"),
+        (KERNEL + "more = 1", "kernel 1 has ['more']; it may have ['arch', 'entry'"),
         (KERNEL.replace("arch = 90", "arch = '90'"), "arch is '90'; it must be int"),
         (KERNEL.replace("arch = 90", "arch = true"), "arch is True; it must be int"),
+        ("[[attention]]", "attention 1 lacks ['backend', 'dtype', 'head_dim', 'mask']"),
+        (ATTENTION + "softcaps = true", "attention 1 has ['softcaps']"),
+        (ATTENTION + "softcap = 30.0", "softcap is 30.0; it must be bool"),
+        (ATTENTION + "alibi = 1", "alibi is 1; it must be bool"),
+        (ATTENTION + "passes = ['both']", "passes has 'both'; it must have forward, backward"),
+        (
+            ATTENTION + "gradients = ['softcap']",
+            "gradients has 'softcap'; it must have alibi, bias",
+        ),
+        (ATTENTION + "gradients = ['bias']", "gradients has 'bias', but bias is not given"),
+        (ATTENTION.replace("bf16", "int8"), "dtype is 'int8'; it must be one of bf16, f16, f32"),
+        (ATTENTION.replace("hopper", "cpu"), "backend is 'cpu'; it must be one of hopper, ampere"),
+        (ATTENTION.replace("causal", "none"), "mask is 'none'; it must be one of full, causal"),
+        (ATTENTION + "bias = 'bf16'", "bias is 'bf16'; it must be one of none, f32, as q"),
+        (ATTENTION + "heads_k = 3", "heads_k is 3"),
     ],
 )
 def test_lists_are_checked(text, expected, tmp_path, capsys):
@@ -75,6 +101,28 @@ def test_lists_are_checked(text, expected, tmp_path, capsys):
     assert command_line.main(arguments) == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+HAS_CUDA = pantile.build_info()["cuda"]
+
+
+@needs_nvrtc
+@pytest.mark.skipif(not HAS_CUDA, reason="a build without CUDA has no plans for GPUs")
+def test_kernels_of_variants_are_compiled(tmp_path, capsys):
+    text = ATTENTION + "softcap = true\nalibi = true\ngradients = ['alibi']\npasses = ['forward']"
+    out = tmp_path / "out"
+    assert (
+        command_line.main(["compile", "--list", str(listed(tmp_path, text)), "-o", str(out)]) == 0
+    )
+    assert len(list(out.iterdir())) == 1
+    assert "hopper_forward_bf16_d128_causal softcap+alibi" in capsys.readouterr().out
+
+
+def test_what_the_library_has_is_told(tmp_path, capsys):
+    arguments = ["compile", "--list", str(listed(tmp_path, ATTENTION)), "-o", str(tmp_path / "out")]
+    assert command_line.main(arguments) == 2
+    expected = "the library has all kernels" if HAS_CUDA else "this build has no CUDA"
+    assert expected in capsys.readouterr().err
 
 
 @needs_nvrtc
@@ -132,3 +180,38 @@ print("nvrtc" in maps)
     environment = {"PANTILE_JIT": "nonsense", "PANTILE_CACHE": str(tmp_path / "cache")}
     assert run_python(source, **environment) == "False\n"
     assert not (tmp_path / "cache").exists()
+
+
+def operands(dtype=np.float32) -> tuple:
+    return tuple(np.ones((1, 8, 2, 16), dtype) for _ in range(3))
+
+
+def test_compile_needs_nothing_for_the_cpu(monkeypatch):
+    monkeypatch.setenv("PANTILE_JIT", "off")  # an attempt to compile would be an error
+    assert pantile.compile(*operands(), causal=True) is None
+    assert pantile.compile(*operands(), softcap=20.0, backward=False) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "expected"),
+    [
+        ({"softcap": -1.0}, ValueError, "softcap"),
+        ({"backward": 1}, TypeError, "backward is 1"),
+        ({"verbose": True}, TypeError, "verbose"),
+        ({"max_seqlen_q": 8}, ValueError, "max_seqlen_q is 8"),
+        ({"options": pantile.Options(backend="hopper")}, pantile.UnsupportedError, "hopper"),
+    ],
+)
+def test_compile_refuses_what_the_call_would(arguments, error, expected):
+    with pytest.raises(error, match=expected):
+        pantile.compile(*operands(), **arguments)
+
+
+def test_compile_looks_at_both_passes():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.ones(1, 8, 2, 16, dtype=torch.bfloat16) for _ in range(3))
+    alibi = torch.ones(2, requires_grad=True)
+    assert pantile.compile(q, k, v, causal=True, alibi=alibi) is None
+    lengths = torch.tensor([0, 8], dtype=torch.int32)
+    packed = q[0], k[0], v[0]
+    assert pantile.compile(*packed, lengths, lengths, 8, 8, dropout=0.1) is None
