@@ -44,6 +44,8 @@ struct BackwardWork {
   SequenceRows queries;  // the attended ones
   int head0;             // first query head
   int row_number0;       // number of row tile 0
+  // Where rows of dS are summed, too: what the sums are multiplied by, else 0.
+  float row_sum_unit;
 };
 
 template <class Config>

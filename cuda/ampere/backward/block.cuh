@@ -219,9 +219,13 @@ class BackwardBlock {
   // ---- dQ += dS K of step i
 
   PANTILE_DEVICE void add_queries(RowStep step, int i) {
-    BackwardQueries<Config, kDType>::add(
-        shared_grad_s(i), storage_.k, terms_of(i)[2], params_,
-        params_.dq_sum + row_index(step) * (kTileQ * Config::kHeadDim));
+    using Queries = BackwardQueries<Config, kDType>;
+    Queries::add(shared_grad_s(i), storage_.k, terms_of(i)[2], params_,
+                 params_.dq_sum + row_index(step) * (kTileQ * Config::kHeadDim));
+    if (work().row_sum_unit != 0.0f) {
+      Queries::add_row_sums(shared_grad_s(i), terms_of(i)[2], work().row_sum_unit, params_,
+                            row_index(step));
+    }
   }
 
   // ---- output

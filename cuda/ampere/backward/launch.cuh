@@ -1,7 +1,7 @@
 // Host side of the backward: from a plan, pointers and lent memory to launches of
 //
 //   1 bound_keys         (deterministic only) maxima of K and V, for the integer scales of dQ
-//   2 prepare_rows       row terms, zeros in the sums of dQ
+//   2 prepare_rows       row terms, zeros in the sums of dQ, means of keys
 //   3 backward_kernel    dK, dV, the sums of dQ
 //   4 finish_rows        dQ
 //
@@ -54,8 +54,10 @@ class BackwardCall {
       status = bound_keys<kDType>();
     }
     if (status.ok() && has_rows) {
-      status = cuda::launch("ampere prepare_rows", launch_of(row_blocks, kRowThreads),
-                            prepare_rows<Config, kDType>, prepare_params());
+      const PrepareParams params = prepare_params();
+      status = cuda::launch("ampere prepare_rows",
+                            launch_of(params.key_mean_blocks + row_blocks, kRowThreads),
+                            prepare_rows<Config, kDType>, params);
     }
     if (status.ok() && has_keys) {
       status = run_main<Config, kDType, kMask>(false);
@@ -98,6 +100,12 @@ class BackwardCall {
     pass.tile_floats = plan_.tile_q * plan_.kernel->head_dim;
     pass.scale = forward_.scale;
     pass.dq_sum = at<float>(offsets_.dq_sum);
+    if (problem_.has_o_low) {
+      pass.large_means = at<int>(offsets_.large_means);
+      pass.key_means = at<float>(offsets_.key_means);
+      pass.key_mean_columns = plan_.kernel->head_dim;
+      pass.row_sums = at<float>(offsets_.row_sums);
+    }
     if (problem_.deterministic) {
       pass.key_bounds = at<core::KeyBounds>(offsets_.key_bounds);
       pass.measured = at<int>(offsets_.measured);
@@ -111,15 +119,27 @@ class BackwardCall {
     params.pass = row_pass();
     params.o = make_operand(tensors_.forward.o, forward_.o, forward_.packed_q);
     params.grad_o = make_operand(tensors_.grad_o, problem_.grad_o, forward_.packed_q);
+    params.keys.k = tensors_.forward.k;
+    params.keys.k_layout = forward_.k;
+    params.keys.head_dim = static_cast<int>(forward_.head_dim);
+    params.key_mean_blocks =
+        params.pass.key_means != nullptr ? static_cast<int>(forward_.batch * forward_.heads_k) : 0;
     params.o_low = problem_.has_o_low ? tensors_.o_low : nullptr;
     params.o_low_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q;
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
     params.lse = tensors_.forward.lse;
     params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
-    params.lse_head_stride = forward_.packed_q ? forward_.total_q : forward_.seqlen_q;
-    params.lse_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q * forward_.heads_q;
+    params.lse_head_stride = lse_head_stride();
+    params.lse_batch_stride = lse_batch_stride();
     params.row_terms = at<float>(offsets_.row_terms);
     return params;
+  }
+
+  std::int64_t lse_head_stride() const {
+    return forward_.packed_q ? forward_.total_q : forward_.seqlen_q;
+  }
+  std::int64_t lse_batch_stride() const {
+    return forward_.packed_q ? 0 : forward_.seqlen_q * forward_.heads_q;
   }
 
   BackwardParams main_params(bool repeats) const {
@@ -150,6 +170,8 @@ class BackwardCall {
     params.key_bounds = pass.key_bounds;
     params.measured = pass.measured;
     params.repeats = repeats;
+    params.large_means = pass.large_means;
+    params.row_sums = pass.row_sums;
     params.dq_sum = at<float>(offsets_.dq_sum);
     params.row_terms = at<float>(offsets_.row_terms);
     return params;
@@ -162,6 +184,9 @@ class BackwardCall {
     params.head_dim = static_cast<int>(forward_.head_dim);
     params.integer_sums = problem_.deterministic;
     params.row_terms = at<float>(offsets_.row_terms);
+    params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
+    params.lse_head_stride = lse_head_stride();
+    params.lse_batch_stride = lse_batch_stride();
     return params;
   }
 

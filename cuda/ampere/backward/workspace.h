@@ -16,6 +16,10 @@ struct BackwardWorkspace {
   // Byte offsets.
   std::size_t dq_sum;     // fp32 or int32 [heads_q][row_tiles][tile_q * head_dim of the kernel]
   std::size_t row_terms;  // fp32 [heads_q][row_tiles][kRowTerms][tile_q]
+  // With has_o_low only: what is taken from dQ where keys have a mean (common::RowPass).
+  std::size_t large_means;  // int32 [batch][heads_k], whether it is large
+  std::size_t key_means;    // fp32 [batch][heads_k][head_dim of the kernel]
+  std::size_t row_sums;     // fp32 or int32 [heads_q][row_tiles][common::row_sum_floats()]
   // Deterministic only. The first two are zero when the first kernel starts.
   std::size_t measured;    // int32, whether some head is measured
   std::size_t key_bounds;  // core::KeyBounds [batch][heads_k]
@@ -45,6 +49,19 @@ constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem, i
   workspace.dq_sum = 0;
   workspace.row_terms = rows * static_cast<std::size_t>(kernel_head_dim) * 4;
   workspace.bytes = workspace.row_terms + rows * kRowTerms * 4;
+  if (problem.has_o_low) {
+    const auto heads = static_cast<std::size_t>(p.batch * p.heads_k);
+    workspace.large_means = workspace.bytes;
+    workspace.key_means = (workspace.large_means + heads * 4 + 15) / 16 * 16;
+    workspace.row_sums =
+        workspace.key_means + heads * static_cast<std::size_t>(kernel_head_dim) * 4;
+    workspace.bytes =
+        workspace.row_sums +
+        static_cast<std::size_t>(workspace.row_tiles * p.heads_q *
+                                 common::row_sum_floats(tile_q * kernel_head_dim, tile_q)) *
+            4;
+    workspace.bytes = (workspace.bytes + 15) / 16 * 16;
+  }
   if (problem.deterministic) {
     workspace.measured = workspace.bytes;
     workspace.key_bounds = workspace.measured + 16;
