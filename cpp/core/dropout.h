@@ -43,10 +43,11 @@ PANTILE_HD constexpr PhiloxWords philox_round(const PhiloxWords& counter, std::u
 }
 
 PANTILE_HD constexpr PhiloxWords philox4x32_10(PhiloxWords counter, PhiloxKey key) {
+  constexpr std::uint32_t kWeyl0 = kPhiloxWeyl[0], kWeyl1 = kPhiloxWeyl[1];
   for (int round = 0; round < 10; ++round) {
     counter = philox_round(counter, key.word[0], key.word[1]);
-    key.word[0] += kPhiloxWeyl[0];
-    key.word[1] += kPhiloxWeyl[1];
+    key.word[0] += kWeyl0;
+    key.word[1] += kWeyl1;
   }
   return counter;
 }

@@ -1,6 +1,6 @@
 // The online softmax of the two rows a thread shares with its quad, in base 2 (core/softmax_state.h
 // has the algebra). Scores stay unscaled: P = exp2(S * scale_log2 - shift) is one FFMA and one EX2.
-// scale_log2 is positive.
+// scale_log2 is positive. Variants make other exponents of the scores: `logits`, see variant.cuh.
 //
 // Any shift gives the exact result, as long as P and the sums neither overflow nor vanish; it need
 // not be the row's maximum. The first step of a row takes the largest of its first scores, which is
@@ -19,6 +19,7 @@
 #pragma once
 
 #include "attn/mask.cuh"
+#include "attn/variant.cuh"
 #include "prim/convert.cuh"
 #include "prim/math.cuh"
 #include "tile/row_reduce.cuh"
@@ -37,42 +38,57 @@ struct OnlineSoftmax {
   static constexpr int kSteps = kCount / 8;         // of 16 columns: of the product with V
   static constexpr int kStartGroups = 4;            // that the first shift comes from
 
-  float shift[2];    // a score times scale_log2; -inf before the row has seen a key
+  float shift[2];    // a base-2 logit; -inf before the row has seen a key
   float row_sum[2];  // of this thread's columns only
   float step_sum[2];
   float factor[2];   // by which a correction shrinks O
-  float row_max[2];  // of this thread's columns only, unscaled; by note_max
+  float row_max[2];  // of this thread's columns only, as logits.comparable(); by note_max
 
   // The first scores of a row.
-  PANTILE_DEVICE void start(const float (&S)[kCount], float scale_log2) {
-    find_max<kStartGroups>(S, shift);
+  template <class Logits>
+  PANTILE_DEVICE void start(const float (&S)[kCount], const Logits& logits) {
+    find_max<kStartGroups>(S, logits, shift);
     tile::quad_max(shift);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      shift[i] *= scale_log2;
+      shift[i] = logits.shift_of(shift[i]);
       row_sum[i] = 0.0f;
       row_max[i] = kMaskedScore;
     }
   }
 
+  // After start(): a sink of `logit` (natural) is one more key, without a value. Its weight is the
+  // first of the sum, in the lane of the quad that counts it.
+  PANTILE_DEVICE void add_sink(float logit, bool counts) {
+    const float sink = logit * core::kLog2E;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      shift[i] = fmaxf(shift[i], sink);
+      const float weight = prim::exp2_approx(sink - base<true>(i));
+      row_sum[i] = counts ? weight : 0.0f;
+    }
+  }
+
   // Rows that had nothing to see in the steps before, and do now.
-  PANTILE_DEVICE void open(const float (&S)[kCount], float scale_log2) {
+  template <class Logits>
+  PANTILE_DEVICE void open(const float (&S)[kCount], const Logits& logits) {
     const bool unseen = shift[0] == kMaskedScore || shift[1] == kMaskedScore;
     if (__any_sync(prim::kAllLanes, unseen)) {
       float largest[2];
-      find_max<kColumnGroups>(S, largest);
+      find_max<kColumnGroups>(S, logits, largest);
       tile::quad_max(largest);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        shift[i] = shift[i] == kMaskedScore ? largest[i] * scale_log2 : shift[i];
+        shift[i] = shift[i] == kMaskedScore ? logits.shift_of(largest[i]) : shift[i];
       }
     }
   }
 
   // For the largest logit, which nothing else needs.
-  PANTILE_DEVICE void note_max(const float (&S)[kCount]) {
+  template <class Logits>
+  PANTILE_DEVICE void note_max(const float (&S)[kCount], const Logits& logits) {
     float largest[2];
-    find_max<kColumnGroups>(S, largest);
+    find_max<kColumnGroups>(S, logits, largest);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       row_max[i] = fmaxf(row_max[i], largest[i]);
@@ -87,47 +103,46 @@ struct OnlineSoftmax {
   }
 
   // P of the first groups of 8 columns.
-  template <bool kMasked, int kElements>
+  template <bool kMasked, int kElements, class Logits>
   PANTILE_DEVICE void exponentiate(float (&P)[kElements], const float (&S)[kCount],
-                                   float scale_log2) const {
+                                   const Logits& logits) const {
     const float bases[2] = {base<kMasked>(0), base<kMasked>(1)};
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
-      P[e] = weight(S[e], scale_log2, bases[e / 2 % 2]);
+      P[e] = weight(S[e], e, logits, bases);
     }
   }
 
   // All of P in 16 bits, the first kAhead groups from `ahead`, and its sums. False: wrong, because
   // in some row of the warp the shift is too small, or (without a mask) it has seen its first key,
   // or there is NaN.
-  template <DType kDType, bool kMasked, int kAhead>
+  template <DType kDType, bool kMasked, int kAhead, class Logits>
   PANTILE_DEVICE bool finish(std::uint32_t (&P)[kSteps][4], const float (&ahead)[4 * kAhead],
-                             const float (&S)[kCount], float scale_log2) {
+                             const float (&S)[kCount], const Logits& logits) {
     const float bases[2] = {base<kMasked>(0), base<kMasked>(1)};
     convert<kDType>(P, [&](int e) {
-      return e < 4 * kAhead ? ahead[e < 4 * kAhead ? e : 0]
-                            : weight(S[e], scale_log2, bases[e / 2 % 2]);
+      return e < 4 * kAhead ? ahead[e < 4 * kAhead ? e : 0] : weight(S[e], e, logits, bases);
     });
     return !__any_sync(prim::kAllLanes, !(holds(0) && holds(1)));
   }
 
   // After a finish that did not hold.
-  template <DType kDType>
+  template <DType kDType, class Logits>
   PANTILE_DEVICE void correct(std::uint32_t (&P)[kSteps][4], const float (&S)[kCount],
-                              float scale_log2) {
+                              const Logits& logits) {
     float largest[2], wrong[2] = {holds(0) ? 0.0f : 1.0f, holds(1) ? 0.0f : 1.0f};
-    find_max<kColumnGroups>(S, largest);
+    find_max<kColumnGroups>(S, logits, largest);
     tile::quad_max(largest);
     tile::quad_max(wrong);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float old = shift[i];
-      shift[i] = wrong[i] > 0.0f ? fmaxf(old, largest[i] * scale_log2) : old;
+      shift[i] = wrong[i] > 0.0f ? fmaxf(old, logits.shift_of(largest[i])) : old;
       factor[i] = wrong[i] > 0.0f ? prim::exp2_approx(old - base<true>(i)) : 1.0f;
       row_sum[i] *= factor[i];
     }
     const float bases[2] = {base<true>(0), base<true>(1)};
-    convert<kDType>(P, [&](int e) { return weight(S[e], scale_log2, bases[e / 2 % 2]); });
+    convert<kDType>(P, [&](int e) { return weight(S[e], e, logits, bases); });
   }
 
   PANTILE_DEVICE void add() {
@@ -146,8 +161,11 @@ struct OnlineSoftmax {
   }
 
  private:
-  static PANTILE_DEVICE float weight(float score, float scale_log2, float shift) {
-    return prim::exp2_approx(fmaf(score, scale_log2, -shift));
+  // `bases`: of the thread's two rows, see base().
+  template <class Logits>
+  static PANTILE_DEVICE float weight(float score, int e, const Logits& logits,
+                                     const float (&bases)[2]) {
+    return prim::exp2_approx(logits.exponent(score, e, bases[row_of(e)]));
   }
 
   // False also for NaN.
@@ -175,14 +193,17 @@ struct OnlineSoftmax {
   }
 
   // Of the first kGroups groups of 8 columns, of this thread.
-  template <int kGroups>
-  static PANTILE_DEVICE void find_max(const float (&S)[kCount], float (&max)[2]) {
+  template <int kGroups, class Logits>
+  static PANTILE_DEVICE void find_max(const float (&S)[kCount], const Logits& logits,
+                                      float (&max)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float chain[kChains];
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) {
-        const float larger = fmaxf(S[4 * j + 2 * i], S[4 * j + 2 * i + 1]);
+        const int e = 4 * j + 2 * i;
+        const float larger =
+            fmaxf(logits.comparable(S[e], e), logits.comparable(S[e + 1], e + 1));
         chain[j % kChains] = j < kChains ? larger : fmaxf(chain[j % kChains], larger);
       }
       max[i] = fmaxf(chain[0], chain[1]);

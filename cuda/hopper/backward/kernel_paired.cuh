@@ -35,19 +35,19 @@ enum PairedBarrier : int {
   kOwnScoreGradsWritten = 2  // one consumer warpgroup; the other has the next number
 };
 
-template <class Config, MaskKind kMask, SumKind kSum>
+template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks>
 class PairedConsumer {
  public:
   PANTILE_DEVICE PairedConsumer(PairedStorage<Config>& storage, const BackwardParams& params,
-                                int warpgroup)
-      : on_(storage, params, warpgroup), dS_ring_(storage.dS_ring) {}
+                                const attn::VariantParams& variant_params, int warpgroup)
+      : on_(storage, params, variant_params, warpgroup), dS_ring_(storage.dS_ring) {}
 
   PANTILE_DEVICE void run() {
     WorkReader work(on_.storage().work);
     while (const KeyTile* key_tile = work.next()) {
       const int steps = on_.begin(*key_tile);
       if (steps > 0) {
-        if constexpr (PairedSteps<Config, kMask, kSum>::kRowSplit) {
+        if constexpr (Steps::kRowSplit) {
           run_query_grads_late<true>(steps);  // always careful: two loops would spill
         } else if (prim::uniform(work.is_careful()) != 0) {
           run_values_early<true>(steps);
@@ -62,6 +62,7 @@ class PairedConsumer {
   }
 
  private:
+  using Steps = PairedSteps<Config, kMask, kSum, kHooks>;
   enum class Step { first, later };
 
   // Head dims 96 and 128. Products in order: S(i+1) dQ(i) dK(i) dP(i+1) dV(i+1); the exponentials
@@ -73,6 +74,7 @@ class PairedConsumer {
     on_.issue_S();
     on_.wait_values();
     on_.issue_dP();
+    on_.fetch();
     on_.template take_S<1>();
     on_.compute_P();
     on_.pack_P();
@@ -89,13 +91,19 @@ class PairedConsumer {
       QueryGradient<kCareful> dQ;
       on_.template issue_dQ<kCareful>(dQ, on_.buffer());
       on_.issue_dK(query);
+      if constexpr (Steps::kVariant) {
+        on_.next_tile();
+        on_.fetch();
+      }
       on_.wait_dQ_buffer();
       on_.read_row_scale(query);
       on_.template take_S<1>();  // dQ done, too
       prim::pin(dQ);
       on_.template send_dQ<kCareful>(dQ, query);
       on_.issue_dP();
-      on_.next_tile();
+      if constexpr (!Steps::kVariant) {
+        on_.next_tile();
+      }
       on_.compute_P();
       on_.pack_P();
       on_.issue_dV();
@@ -117,6 +125,7 @@ class PairedConsumer {
     on_.issue_S();
     on_.wait_values();
     on_.issue_dP();
+    on_.fetch();
     on_.template take_S<1>();
     on_.compute_P();
     on_.template take_dP<0>();
@@ -178,6 +187,7 @@ class PairedConsumer {
     }
     on_.issue_dK(query);
     on_.next_tile();
+    on_.fetch();
     on_.template take_S<2>();
     on_.compute_P();
     on_.pin_exponentials();
@@ -228,15 +238,15 @@ class PairedConsumer {
     on_.release_query(on_.query_stage());
   }
 
-  PairedSteps<Config, kMask, kSum> on_;
+  Steps on_;
   Ring<2>& dS_ring_;  // head dim 64 only, as are the two cursors
   StageCursor<2> dS_write_, dS_read_;
 };
 
-template <class Config, MaskKind kMask, SumKind kSum>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    backward_paired(const __grid_constant__ BackwardMaps maps,
-                    const __grid_constant__ BackwardParams params) {
+// The kernel, whose parameters are the launch's.
+template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks>
+PANTILE_DEVICE void paired(const BackwardMaps& maps, const BackwardParams& params,
+                           const attn::VariantParams& variant_params) {
   enum Role : int { kCopies, kConsumersFrom };
   extern __shared__ std::uint8_t dynamic_smem[];
   using Storage = PairedStorage<Config>;
@@ -280,8 +290,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     prim::grow_registers<Config::kConsumerRegisters>();
-    PairedConsumer<Config, kMask, kSum>(storage, params, role - kConsumersFrom).run();
+    PairedConsumer<Config, kMask, kSum, kHooks>(storage, params, variant_params,
+                                                role - kConsumersFrom)
+        .run();
   }
+}
+
+template <class Config, MaskKind kMask, SumKind kSum>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_paired(const __grid_constant__ BackwardMaps maps,
+                    const __grid_constant__ BackwardParams params) {
+  paired<Config, kMask, kSum, attn::GradHooks{}>(maps, params, attn::VariantParams{});
 }
 
 }  // namespace pantile::hopper

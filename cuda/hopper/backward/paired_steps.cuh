@@ -2,6 +2,7 @@
 // element-wise work on its 64 keys. The order of the steps is in kernel_paired.cuh.
 #pragma once
 
+#include "attn/variant_grad.cuh"
 #include "hopper/backward/fragment.cuh"
 #include "hopper/backward/params.cuh"
 #include "hopper/backward/storage.cuh"
@@ -15,15 +16,17 @@
 
 namespace pantile::hopper {
 
-template <class Config, MaskKind kMask, SumKind kSum>
+template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks>
 class PairedSteps {
  public:
+  static constexpr bool kVariant = kHooks.any();
   static constexpr bool kRowSplit = Config::kTileQ == 128;  // dQ is split by rows, else by columns
 
   PANTILE_DEVICE PairedSteps(PairedStorage<Config>& storage, const BackwardParams& params,
-                             int warpgroup)
+                             const attn::VariantParams& variant_params, int warpgroup)
       : storage_(storage),
         params_(params),
+        variant_params_(variant_params),
         warpgroup_(warpgroup),
         lane_(prim::lane_index()),
         warp_(static_cast<int>(threadIdx.x & 127) / 32),
@@ -66,6 +69,10 @@ class PairedSteps {
       masked_from_ = prim::uniform(key_tile.masked_from);
     }
     tile_ = first_tile_;
+    if constexpr (kVariant) {
+      head_ = prim::uniform(key_tile.key_head * params_.group);
+      variant_.begin_head(variant_params_, key_tile.batch, head_);
+    }
     return params_.group * (end_tile_ - first_tile_);
   }
 
@@ -77,7 +84,7 @@ class PairedSteps {
   PANTILE_DEVICE void issue_S() {
     prim::wait(storage_.query.full[next_query_.stage], next_query_.parity);
     const int stage = next_query_.stage;
-    issue_scores(S_, k_, q_ + prim::descriptor_step(stage * sizeof(storage_.q[0])),
+    issue_scores<!kHooks.softcap>(S_, k_, q_ + prim::descriptor_step(stage * sizeof(storage_.q[0])),
                  lse_ + prim::descriptor_step(stage * sizeof(storage_.lse[0])));
     next_query_.advance();
   }
@@ -85,7 +92,7 @@ class PairedSteps {
   PANTILE_DEVICE void issue_dP() {
     prim::wait(storage_.grad.full[next_grad_.stage], next_grad_.parity);
     const int stage = next_grad_.stage;
-    issue_scores(dP_, v_, grad_o_ + prim::descriptor_step(stage * sizeof(storage_.grad_o[0])),
+    issue_scores<true>(dP_, v_, grad_o_ + prim::descriptor_step(stage * sizeof(storage_.grad_o[0])),
                  delta_ + prim::descriptor_step(stage * sizeof(storage_.delta[0])));
     next_grad_.advance();
   }
@@ -151,19 +158,54 @@ class PairedSteps {
     buffer_ ^= 1;
   }
 
+  // What the variant needs for the tile at work; before its scores are waited for.
+  PANTILE_DEVICE void fetch() {
+    if constexpr (kHooks.dropout) {
+      const std::uint32_t row = variant_params_.row_offset + key_tile_->first_row;
+      const std::uint32_t key = variant_params_.key_offset + key_tile_->first_key;
+      variant_.fetch(variant_params_, place(), prim::uniform((row | key) % 16) == 0);
+    }
+  }
+
   PANTILE_DEVICE void compute_P() {
+    if constexpr (kHooks.softcap) {
+      variant_.cap(variant_params_, S_);
+    }
     if (tile_ < masked_before_ || (kMask == MaskKind::window && tile_ >= masked_from_)) {
       mask_scores<kMask>(S_, key_tile_->mask, key_tile_->tile * Config::kTileK + warpgroup_ * 64,
-                         tile_ * kTileQ, params_.masked_score);
+                         tile_ * kTileQ,
+                         kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
+    }
+    if constexpr (kHooks.softcap) {
+      compute_capped_P();
+      return;
+    }
+    if constexpr (kHooks.adds()) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        S_[i] *= params_.scale_log2;
+      }
+      variant_.add_terms(variant_params_, place(), S_);
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      const float x = S_[i] * params_.scale_log2;
+      const float x = kHooks.adds() ? S_[i] : S_[i] * params_.scale_log2;
       S_[i] = by_polynomial(i) ? prim::exp2_polynomial(x) : prim::exp2_approx(x);
     }
   }
 
-  PANTILE_DEVICE void pack_P() { pack_fragment<kDType>(P_, S_); }
+  // Head dim 64 packs P with dS, softcap with P.
+  PANTILE_DEVICE void pack_P() {
+    if constexpr (!kHooks.softcap) {
+      pack_fragment<kDType>(P_, S_);
+    }
+    if constexpr (kHooks.dropout) {
+#pragma unroll
+      for (int k = 0; k < kSlices; ++k) {
+        drop_P(k);
+      }
+    }
+  }
 
   // dS = P * dP goes to shared memory as [query][key]. At head dim 64 the packing of P is
   // interleaved: each slice of S is dead after it.
@@ -175,14 +217,17 @@ class PairedSteps {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int at = 8 * k + 2 * r;
-        dS[r] = prim::pack<kDType>(dP_[at] * S_[at], dP_[at + 1] * S_[at + 1]);
+        dS[r] = prim::pack<kDType>(score_gradient(at), score_gradient(at + 1));
       }
       prim::store_matrix_x4_transposed(to + k * 2048, dS[0], dS[1], dS[2], dS[3]);
-      if constexpr (kRowSplit) {
+      if constexpr (kRowSplit && !kHooks.softcap) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           P_[k][r] = prim::pack<kDType>(S_[8 * k + 2 * r], S_[8 * k + 2 * r + 1]);
         }
+      }
+      if constexpr (kRowSplit && kHooks.dropout) {
+        drop_P(k);
       }
     }
     prim::fence_async_proxy();
@@ -244,6 +289,11 @@ class PairedSteps {
   PANTILE_DEVICE void next_tile() {
     if (++tile_ == end_tile_) {
       tile_ = first_tile_;
+      if constexpr (kVariant) {
+        end_head();
+        ++head_;
+        variant_.begin_head(variant_params_, key_tile_->batch, head_);
+      }
     }
   }
 
@@ -271,6 +321,7 @@ class PairedSteps {
     prim::wgmma_wait<0>();
     prim::pin(dK_);
     prim::pin(dV_);
+    end_head();
     keys_.advance();
   }
 
@@ -281,10 +332,13 @@ class PairedSteps {
     const int keys = key_tile.mask.keys;
     store_fragment<kDType>(
         gradient_rows(params_.grad_v, params_.grad_v_layout, key_tile, packed, first_key),
-        params_.grad_v_layout.seq, dV_, 1.0f, key, keys, params_.head_dim_v);
+        params_.grad_v_layout.seq, dV_, kHooks.dropout ? variant_params_.keep_scale : 1.0f, key,
+        keys, params_.head_dim_v);
     store_fragment<kDType>(
         gradient_rows(params_.grad_k, params_.grad_k_layout, key_tile, packed, first_key),
-        params_.grad_k_layout.seq, dK_, params_.scale, key, keys, params_.head_dim);
+        params_.grad_k_layout.seq, dK_,
+        kHooks.dropout ? variant_params_.keep_scale * params_.scale : params_.scale, key, keys,
+        params_.head_dim);
     const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
     zero_unattended_keys<Config::kTileK, kThreads>(params_.grad_v, params_.grad_v_layout,
                                                    params_.head_dim_v, key_tile, packed, thread);
@@ -314,17 +368,90 @@ class PairedSteps {
     return Config::kHeadDim == 64 && kSum == SumKind::integer && i % 32 == 31;
   }
 
-  // A x B^T over the head dim, both k-major; `terms` are added.
+  // ---- variant
+
+  // Of the fragments of the tile at work. Worked out anew where it is used.
+  PANTILE_DEVICE attn::TransposedPlace place() const {
+    const int thread = fresh_thread();
+    const int row = tile_ * kTileQ + 2 * (thread & 3);
+    const int key =
+        key_tile_->tile * Config::kTileK + warpgroup_ * 64 + thread / 32 * 16 + thread % 32 / 4;
+    const core::Mask& mask = key_tile_->mask;
+    return attn::TransposedPlace{
+        key_tile_->first_row + row, key_tile_->first_key + key, key_tile_->first_row + mask.rows,
+        key_tile_->first_key + mask.keys, key - row - mask.shift()};
+  }
+
+  // P and P times the slope, from softcap's function in S.
+  PANTILE_DEVICE void compute_capped_P() {
+    const RowTerms<kTileQ>& terms = storage_.lse[query_stage()];
+    const int first = 2 * (fresh_thread() & 3);
+    float logits[kScores];
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const float lse_log2 = __uint_as_float(terms.row[attn::column_of(i) + first].x);
+      logits[i] = fmaf(S_[i], variant_params_.cap_log2, -lse_log2);
+    }
+    variant_.add_terms(variant_params_, place(), logits);
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      const float left = prim::exp2_approx(logits[i]), right = prim::exp2_approx(logits[i + 1]);
+      P_[i / 8][i / 2 % 4] = prim::pack<kDType>(left, right);
+      S_[i] = left * fmaf(-S_[i], S_[i], 1.0f);
+      S_[i + 1] = right * fmaf(-S_[i + 1], S_[i + 1], 1.0f);
+    }
+  }
+
+  PANTILE_DEVICE void drop_P(int k) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      P_[k][r] &= variant_.kept_pair(k, r);
+    }
+  }
+
+  // dS of register i.
+  PANTILE_DEVICE float score_gradient(int i) {
+    float dP = dP_[i];
+    if constexpr (kHooks.dropout) {
+      const RowTerms<kTileQ>& terms = storage_.delta[grad_stage()];
+      const int column = attn::column_of(i) + 2 * (fresh_thread() & 3);
+      dP = variant_.select(i, dP, __uint_as_float(terms.row[column].w));
+    }
+    const float dS = dP * S_[i];
+    if constexpr (kHooks.grad_alibi || kHooks.grad_bias) {
+      variant_.note(variant_params_, place(), i, dS);
+    }
+    return dS;
+  }
+
+  // All rows of a head are done.
+  PANTILE_DEVICE void end_head() {
+    if constexpr (kHooks.grad_alibi) {
+      const float sum = variant_.slope_sum();
+      const std::int64_t number = params_.key_tiles.first(key_tile_->batch) + key_tile_->tile;
+      const std::int64_t part =
+          (head_ * variant_params_.key_tile_count + number) * (4 * Config::kConsumers) +
+          4 * warpgroup_ + warp_;
+      if (lane_ == 0) {
+        variant_params_.grad_alibi_parts[part] = sum;
+      }
+    }
+  }
+
+  // A x B^T over the head dim, both k-major; `terms` are added if kTerms.
+  template <bool kTerms>
   PANTILE_DEVICE void issue_scores(float (&to)[kScores], std::uint32_t a, std::uint32_t b,
                                    std::uint32_t terms) {
     prim::wgmma_fence();
-    if constexpr (kRowSplit) {
+    if constexpr (!kTerms) {
+      prim::wgmma_ss_write<kDType, prim::Major::k, prim::Major::k>(to, a, b);
+    } else if constexpr (kRowSplit) {
       prim::wgmma_terms_ss(to, ones_, terms);
     } else {
       prim::wgmma_terms_rs(to, ones_, 0u, terms);
     }
 #pragma unroll
-    for (int k = 0; k < Config::kHeadDim / 16; ++k) {
+    for (int k = kTerms ? 0 : 1; k < Config::kHeadDim / 16; ++k) {
       prim::wgmma_ss<kDType, prim::Major::k, prim::Major::k>(
           to, a + prim::descriptor_step(k / 4 * Config::kTileK * 128 + k % 4 * 32),
           b + prim::descriptor_step(k / 4 * kRowPanel + k % 4 * 32));
@@ -334,6 +461,7 @@ class PairedSteps {
 
   PairedStorage<Config>& storage_;
   const BackwardParams& params_;
+  const attn::VariantParams& variant_params_;
   const int warpgroup_;
   const int lane_, warp_;
   // Descriptors: keys of this warpgroup, their head dim columns as operand of dQ, ...
@@ -354,6 +482,8 @@ class PairedSteps {
   float S_[kScores], dP_[kScores];
   float dK_[kCount], dV_[kCount];
   std::uint32_t P_[kSlices][4];
+  attn::GradVariant<kHooks, kTileQ> variant_;
+  int head_ = 0;  // of queries, at work; variants only
 };
 
 }  // namespace pantile::hopper

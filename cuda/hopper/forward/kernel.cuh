@@ -57,11 +57,11 @@ PANTILE_DEVICE void init_storage(ForwardStorage<kConfig>& s) {
   prim::fence_mbarrier_init();
 }
 
-template <class Variant, DType kDType>
-__global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
-    forward_kernel(const __grid_constant__ ForwardMaps maps,
-                   const __grid_constant__ ForwardParams params) {
-  constexpr ForwardConfig kConfig = Variant::kConfig;
+// The kernel, whose parameters are the launch's. Shape: a ForwardVariant.
+template <class Shape, DType kDType, class Variant>
+PANTILE_DEVICE void forward(const ForwardMaps& maps, const ForwardParams& params,
+                            const attn::VariantParams& variant_params) {
+  constexpr ForwardConfig kConfig = Shape::kConfig;
   static_assert(32 * kGuardWarps == kUnusedRowThreads);
   static_assert(sizeof(ForwardStorage<kConfig>) + tile::kTileAlignment <= kConfig.shared_bytes());
   extern __shared__ unsigned char shared[];
@@ -84,11 +84,11 @@ __global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
     switch (static_cast<HelperWarp>(warp)) {
       case HelperWarp::load:
         if (prim::elect_one()) {
-          Loader<kConfig, Variant::kMask>(storage, maps, params).run();
+          Loader<kConfig, Shape::kMask>(storage, maps, params).run();
         }
         break;
       case HelperWarp::store:
-        Storer<kConfig, kDType, Variant::kMask>(storage, maps, params).run();
+        Storer<kConfig, kDType, Shape::kMask>(storage, maps, params).run();
         break;
       case HelperWarp::guard0:
       case HelperWarp::guard1:
@@ -101,8 +101,17 @@ __global__ void __launch_bounds__(Variant::kConfig.threads(), 1)
     }
   } else {
     prim::grow_registers<kConfig.math_registers()>();
-    MathWarpgroup<kConfig, kDType, Variant::kMask>(storage, params, warp / 4 - 1, warp % 4).run();
+    MathWarpgroup<kConfig, kDType, Shape::kMask, Variant>(storage, params, variant_params,
+                                                          warp / 4 - 1, warp % 4)
+        .run();
   }
+}
+
+template <class Shape, DType kDType>
+__global__ void __launch_bounds__(Shape::kConfig.threads(), 1)
+    forward_kernel(const __grid_constant__ ForwardMaps maps,
+                   const __grid_constant__ ForwardParams params) {
+  forward<Shape, kDType, attn::NoVariant>(maps, params, attn::VariantParams{});
 }
 
 }  // namespace pantile::hopper

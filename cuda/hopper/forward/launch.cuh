@@ -93,6 +93,7 @@ inline ForwardParams forward_params(const ForwardConfig& config, const ForwardPl
   params.v_strides = strides_of(p.v, p.packed_k);
   const std::int64_t low_row = p.heads_q * p.head_dim_v;
   params.low_strides = Strides{p.packed_q ? 0 : p.seqlen_q * low_row, low_row, p.head_dim_v};
+  params.sinks = p.variant.has_sinks ? t.variant.sinks : nullptr;
   return params;
 }
 

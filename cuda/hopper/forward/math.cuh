@@ -2,7 +2,8 @@
 // of the others, and its own. A step is one tile of keys:
 //   1. wait for its turn; issue S = Q K^T of this step        (S: registers, fresh)
 //   2. issue O += P V of the step before                      (P, O: registers)
-//   3. pass the turn on; wait for S; free the stage of K; mask S if this tile needs it
+//   3. pass the turn on; wait for S; free the stage of K; change S as the variant says (plain
+//      attention has none, attn/variant.cuh); mask S if this tile needs it
 //   4. the first part of P = exp2(S - shift)
 //   5. wait for the next K (this also keeps the next wait where it is: ptxas moves it up over the
 //      exponentials unless a basic block ends here) and for O; free the stage of V
@@ -12,6 +13,7 @@
 
 #include "attn/mask.cuh"
 #include "attn/softmax.cuh"
+#include "attn/variant.cuh"
 #include "hopper/forward/low_bits.cuh"
 #include "hopper/forward/output.cuh"
 #include "hopper/forward/products.cuh"
@@ -23,13 +25,14 @@
 
 namespace pantile::hopper {
 
-template <ForwardConfig kConfig, DType kDType, MaskKind kMask>
+template <ForwardConfig kConfig, DType kDType, MaskKind kMask, class Variant>
 class MathWarpgroup {
  public:
   PANTILE_DEVICE MathWarpgroup(ForwardStorage<kConfig>& storage, const ForwardParams& params,
-                               int group, int warp)
+                               const attn::VariantParams& variant_params, int group, int warp)
       : s_(storage),
         p_(params),
+        variant_params_(variant_params),
         group_(group),
         warp_(warp),
         lane_(prim::lane_index()),
@@ -159,6 +162,29 @@ class MathWarpgroup {
     }
   }
 
+  // ---- variant
+
+  PANTILE_DEVICE void begin_variant() {
+    if constexpr (Variant::kAny) {
+      const TileInfo& now = info(tile_);
+      const int row = now.row0 + group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_);
+      variant_.begin(variant_params_,
+                     attn::FragmentPlace{now.batch, now.head, row, row + now.keys - now.rows,
+                                         now.rows, now.keys});
+    }
+  }
+
+  // What the variant needs for the scores of key tile `key_tile`.
+  PANTILE_DEVICE void fetch(int key_tile) {
+    if constexpr (Variant::kAny) {
+      variant_.fetch(variant_params_, key_tile * kTileK + tile::fragment_column(lane_));
+    }
+  }
+
+  PANTILE_DEVICE auto logits() const {
+    return variant_.logits(Variant::kAny ? variant_params_.unit : p_.scale_log2);
+  }
+
   // Is the first tile visited one that needs the mask? Under a causal mask it nearly always is.
   PANTILE_DEVICE bool first_is_masked() const {
     return kMask != MaskKind::full || visit_end_ > full_end_;
@@ -169,29 +195,30 @@ class MathWarpgroup {
   template <bool kFirst, bool kMasked, bool kInFlight = true>
   PANTILE_DEVICE void softmax(std::uint32_t before, bool last) {
     if (p_.max_logit != nullptr) {
-      softmax_.note_max(S);
+      softmax_.note_max(S, logits());
     }
     if constexpr (kMasked) {
-      softmax_.open(S, p_.scale_log2);
+      softmax_.open(S, logits());
     }
     if constexpr (kOutputFirst && kInFlight) {
       await_output(before, last);
     }
     float ahead[4 * kAhead];
-    softmax_.template exponentiate<kMasked>(ahead, S, p_.scale_log2);
+    softmax_.template exponentiate<kMasked>(ahead, S, logits());
     if constexpr (!kOutputFirst && kInFlight) {
       prim::pin(ahead);
       await_output(before, last);
     }
     const bool holds =
-        softmax_.template finish<kDType, kMasked, kAhead>(products_.P, ahead, S, p_.scale_log2);
+        softmax_.template finish<kDType, kMasked, kAhead>(products_.P, ahead, S, logits());
     if (!holds) {
-      softmax_.template correct<kDType>(products_.P, S, p_.scale_log2);
+      softmax_.template correct<kDType>(products_.P, S, logits());
       if constexpr (!kFirst) {
         softmax_.rescale(O);
       }
     }
     softmax_.add();
+    variant_.drop(products_.P);
   }
 
   // Waits for the next K, unless this is the last step of its tile, and for O.
@@ -228,10 +255,16 @@ class MathWarpgroup {
   PANTILE_DEVICE void begin_tile() {
     o_started_ = 0;
     v_guarded_ = clear_tail_ || (careful_ && visit_end_ > full_end_);
+    begin_variant();
+    fetch(visit_end_ - 1);
+    variant_.score(S);
     if (first_is_masked()) {
       mask(visit_end_ - 1);
     }
-    softmax_.start(S, p_.scale_log2);
+    softmax_.start(S, logits());
+    if (p_.sinks != nullptr) {
+      softmax_.add_sink(p_.sinks[info(tile_).head], (lane_ & 3) == 0);
+    }
   }
 
   template <bool kMasked>
@@ -249,12 +282,14 @@ class MathWarpgroup {
       v_guarded_ = careful_;
     }
     pass_turn();
+    fetch(key_tile);
     prim::wgmma_wait<1>();
     prim::pin(S);
     release(s_.k_empty[buffer_of<kKStages>(use_)]);
     if (!kInQ && key_tile == visit_begin()) {
       release(s_.q_empty[0]);
     }
+    variant_.score(S);
     if constexpr (kMasked) {
       mask(key_tile);
     }
@@ -345,7 +380,15 @@ class MathWarpgroup {
   }
 
   PANTILE_DEVICE void finish_rows(std::uint32_t tile) {
-    hopper::finish_rows(p_, info(tile), softmax_, inverse_);
+    if constexpr (Variant::kAny) {
+      hopper::finish_rows(p_, info(tile), softmax_, variant_params_.logit_scale, inverse_);
+    } else {
+      hopper::finish_rows(p_, info(tile), softmax_, p_.scale, inverse_);
+    }
+    if constexpr (Variant::kDrops) {
+      inverse_[0] *= variant_params_.keep_scale;
+      inverse_[1] *= variant_params_.keep_scale;
+    }
   }
 
   // Divides O by the row sums and writes it to shared memory; to global memory in fp32 or its low
@@ -379,6 +422,7 @@ class MathWarpgroup {
 
   ForwardStorage<kConfig>& s_;
   const ForwardParams& p_;
+  const attn::VariantParams& variant_params_;
   int group_, warp_, lane_;  // math warpgroup, warp in it, lane
   Products<kConfig, kDType, kMask> products_;
 
@@ -386,6 +430,7 @@ class MathWarpgroup {
   float S[kTileK / 2];
   attn::OnlineSoftmax<kTileK / 2> softmax_;
   float inverse_[2];  // of the row sums of the finished tile
+  Variant variant_;
 
   std::uint32_t use_ = 0, tile_ = 0;  // count uses of the rings of K and V, and tiles
   int q_buffer_ = 0;

@@ -43,11 +43,12 @@ PANTILE_DEVICE bool store_fragment(std::uint32_t to, const float (&O)[kConfig.he
 }
 
 // All that finished rows still need while their last product runs: 1 / sum, the LSE and the largest
-// logit. The thread's place is worked out anew, here and in store_float32: nothing more may stay in
+// logit, `logit_scale` times what maxima were taken of. The thread's place is worked out anew, here and in store_float32: nothing more may stay in
 // registers over the loop.
 template <int kCount>
 PANTILE_DEVICE void finish_rows(const ForwardParams& p, const TileInfo& done,
-                                const attn::OnlineSoftmax<kCount>& softmax, float (&inverse)[2]) {
+                                const attn::OnlineSoftmax<kCount>& softmax, float logit_scale,
+                                float (&inverse)[2]) {
   const int thread = static_cast<int>(threadIdx.x) - kWarpgroupThreads;
   const int first = done.row0 + tile::fragment_row(thread / 32, thread & 31);
   float sums[2];
@@ -69,7 +70,7 @@ PANTILE_DEVICE void finish_rows(const ForwardParams& p, const TileInfo& done,
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (first + 8 * i < done.rows) {
-        largest = max(largest, attn::row_logit_order(row_max[i] * p.scale, sums[i]));
+        largest = max(largest, attn::row_logit_order(row_max[i] * logit_scale, sums[i]));
       }
     }
     attn::raise_max_logit(p.max_logit + std::int64_t{done.batch} * p.heads_q + done.head, largest);

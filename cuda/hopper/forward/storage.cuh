@@ -55,6 +55,8 @@ struct ForwardParams {
   const void* v;
   Strides o_strides, v_strides;
   Strides low_strides;  // of o_low, which is contiguous
+
+  const float* sinks;  // [heads_q], natural logits, unscaled; or null
 };
 
 // One tile of rows of one head, written by the loader, read by all others. `visit_end` 0 stands for

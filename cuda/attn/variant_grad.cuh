@@ -1,0 +1,223 @@
+// What a variant changes of the backward, as a math thread sees it that holds scores transposed: two
+// keys, and of every 8 queries two neighbours. The hooks of attn/variant.cuh, and their gradients:
+//
+//   additive terms  P = exp2(S * scale_log2 + term); S starts from -lse / scale, as without them
+//   softcap         S is raw. t = tanh(S * inner), P = exp2(t * cap_log2 + term - lse_log2), and dS is
+//                   multiplied by the slope 1 - t^2. P is packed at once: what stays in S's registers
+//                   is P times the slope
+//   dropout         dV takes P where it was kept. dS = P * (kept ? dP - d : -d), where all of dV, dQ
+//                   and dK are multiplied by keep_scale in the end and d is delta divided by it
+//   ALiBi's slopes  the sum of dS times the distance, over a tile of keys and all rows of a head
+//   bias            dS, added to fp32 in global memory
+#pragma once
+
+#include <cstdint>
+
+#include "attn/dropout.cuh"
+#include "attn/variant.cuh"
+#include "prim/global_add.cuh"
+#include "prim/unpack.cuh"
+
+namespace pantile::attn {
+
+// The hooks of a backward kernel. None: plain attention.
+struct GradHooks {
+  bool softcap = false;
+  bool exact = false;  // softcap
+  bool alibi = false;
+  bool behind = false;  // ALiBi: some row may see keys behind its position
+  bool bias = false;
+  DType bias_dtype = DType::bf16;
+  bool dropout = false;
+  bool grad_alibi = false;
+  bool grad_bias = false;
+
+  constexpr bool any() const { return softcap || alibi || bias || dropout; }
+  constexpr bool adds() const { return alibi || bias; }
+};
+
+// A hidden score behind Softcap: P vanishes, and P times the slope is still 0 and not NaN.
+inline constexpr float kHiddenCapped = -1e18f;
+
+// Where the fragment of a step lies; rows and keys count from the start of their sequence.
+struct TransposedPlace {
+  int row, key;    // of the thread's first query and key; the other key is 8 further
+  int rows, keys;  // of the sequence
+  int distance;    // key less the position of that row
+};
+
+// Key of register e of a transposed fragment, in units of 8 keys; its query is column_of(e).
+PANTILE_DEVICE constexpr int key_of(int e) {
+  return e / 2 % 2;
+}
+
+// Of one head of queries at a time. The thread's registers, kQueries / 2 a fragment.
+template <GradHooks kHooks, int kQueries>
+class GradVariant {
+ public:
+  static constexpr int kCount = kQueries / 2;
+  static constexpr int kSlices = kQueries / 16;  // of 16 queries
+
+  PANTILE_DEVICE void begin_head(const VariantParams& p, int batch, int head) {
+    if constexpr (kHooks.alibi) {
+      slope_ = p.alibi_slopes[batch * p.alibi_batch + head] * core::kLog2E;
+    }
+    if constexpr (kHooks.grad_alibi) {
+      grad_slope_ = 0.0f;
+    }
+    if constexpr (kHooks.dropout) {
+      stream_.start(p.dropout_seed, p.dropout_add, p.head_offset + static_cast<std::uint32_t>(head),
+                    p.batch_offset + static_cast<std::uint32_t>(batch));
+    }
+    if constexpr (kHooks.bias) {
+      bias_ = batch * p.bias_batch + head * p.bias_head;
+    }
+    if constexpr (kHooks.grad_bias) {
+      grad_bias_ = batch * p.grad_bias_batch + head * p.grad_bias_head;
+    }
+  }
+
+  // Which weights of the step are kept. `aligned`: the tile begins with a cell of core/dropout.h.
+  PANTILE_DEVICE void fetch(const VariantParams& p, const TransposedPlace& at, bool aligned) {
+    if constexpr (kHooks.dropout) {
+      const std::uint32_t row = p.row_offset + static_cast<std::uint32_t>(at.row);
+      const std::uint32_t key = p.key_offset + static_cast<std::uint32_t>(at.key);
+      if (aligned) {
+        fetch_cells(row, key);
+      } else {
+        fetch_elements(row, key);
+      }
+      prim::pin(kept_);  // here, where products run
+    }
+  }
+
+  // Softcap: its function in place of the raw scores; before masks.
+  PANTILE_DEVICE void cap(const VariantParams& p, float (&S)[kCount]) const {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      S[e] = capped<kHooks.exact>(S[e], p.cap_inner);
+    }
+  }
+
+  // Adds the additive terms to base-2 logits.
+  PANTILE_DEVICE void add_terms(const VariantParams& p, const TransposedPlace& at,
+                                float (&logits)[kCount]) const {
+    if constexpr (kHooks.alibi) {
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        if constexpr (kHooks.behind) {
+          logits[e] = fmaf(-slope_, fabsf(distance(at, e)), logits[e]);
+        } else {
+          logits[e] = fmaf(slope_, distance(at, e), logits[e]);
+        }
+      }
+    }
+    if constexpr (kHooks.bias) {
+      add_bias(p, at, logits);
+    }
+  }
+
+  // Over packed weights of slice k, register r: all ones where an element is kept.
+  PANTILE_DEVICE std::uint32_t kept_pair(int k, int r) const {
+    const std::uint32_t even = kept_[k][0], odd = kept_[k][1];
+    return r == 0   ? kept_halves<0>(even, odd)
+           : r == 1 ? kept_halves<1>(even, odd)
+           : r == 2 ? kept_halves<2>(even, odd)
+                    : kept_halves<3>(even, odd);
+  }
+
+  // `kept` where element e is kept, else `dropped`.
+  PANTILE_DEVICE float select(int e, float kept, float dropped) const {
+    // The sign bit of byte e / 2 % 4, four times.
+    const std::uint32_t selector = 0x8888u + 0x1111u * static_cast<std::uint32_t>(e / 2 % 4);
+    std::uint32_t mask;
+    asm("prmt.b32 %0, %1, %1, %2;" : "=r"(mask) : "r"(kept_[e / 8][e % 2]), "r"(selector));
+    return __uint_as_float((__float_as_uint(kept) & mask) | (__float_as_uint(dropped) & ~mask));
+  }
+
+  // Notes dS of element e.
+  PANTILE_DEVICE void note(const VariantParams& p, const TransposedPlace& at, int e, float dS) {
+    if constexpr (kHooks.grad_alibi) {
+      grad_slope_ = fmaf(dS, fabsf(distance(at, e)), grad_slope_);
+    }
+    if constexpr (kHooks.grad_bias) {
+      const int row = at.row + column_of(e), key = at.key + 8 * key_of(e);
+      if (row < at.rows && key < at.keys) {
+        prim::global_add(p.grad_bias + grad_bias_ + row * p.grad_bias_query + key,
+                         dS * p.keep_scale);
+      }
+    }
+  }
+
+  // The sum over the warp of dS times the distance, of the rows of the head; in all lanes.
+  PANTILE_DEVICE float slope_sum() const {
+    float sum = grad_slope_;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(prim::kAllLanes, sum, step);
+    }
+    return sum;
+  }
+
+ private:
+  // Key less position of element e.
+  static PANTILE_DEVICE float distance(const TransposedPlace& at, int e) {
+    return static_cast<float>(at.distance) + static_cast<float>(8 * key_of(e) - column_of(e));
+  }
+
+  PANTILE_DEVICE void add_bias(const VariantParams& p, const TransposedPlace& at,
+                               float (&logits)[kCount]) const {
+    constexpr bool kFloat = kHooks.bias_dtype == DType::f32;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      const int row = at.row + column_of(e), key = at.key + 8 * key_of(e);
+      float value = 0.0f;
+      if (row < at.rows && key < at.keys) {
+        const std::int64_t index = bias_ + row * p.bias_query + key;
+        if constexpr (kFloat) {
+          value = __ldg(static_cast<const float*>(p.bias) + index);
+        } else {
+          const std::uint32_t bits = __ldg(static_cast<const std::uint16_t*>(p.bias) + index);
+          value = prim::unpack<kHooks.bias_dtype>(bits).x;
+        }
+      }
+      logits[e] = fmaf(value, core::kLog2E, logits[e]);
+    }
+  }
+
+  PANTILE_DEVICE void fetch_cells(std::uint32_t row, std::uint32_t key) {
+    core::PhiloxWords cell = core::dropout_cell(stream_.batch, stream_.head, row, key);
+#pragma unroll
+    for (int k = 0; k < kSlices; k += 2) {
+      const CellPair cells = stream_.pair<1, 1>(cell, 4, (key & 1u) != 0);
+      kept_[k][0] = cells.first[0], kept_[k][1] = cells.first[1];
+      kept_[k + 1][0] = cells.second[0], kept_[k + 1][1] = cells.second[1];
+      cell.word[1] += 8;
+    }
+  }
+
+  // The same where the tile's first row or key is no multiple of 16, because those before see
+  // nothing: a call of the generator an element.
+  PANTILE_DEVICE void fetch_elements(std::uint32_t row, std::uint32_t key) {
+#pragma unroll
+    for (int k = 0; k < kSlices; ++k) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        std::uint32_t bytes = 0;
+#pragma unroll 1
+        for (std::uint32_t byte = 0; byte < 4; ++byte) {
+          const std::uint32_t at = row + static_cast<std::uint32_t>(16 * k + c) + 8 * (byte / 2);
+          bytes |= stream_.byte(at, key + 8 * (byte % 2)) << (8 * byte);
+        }
+        kept_[k][c] = stream_.kept(bytes);
+      }
+    }
+  }
+
+  float slope_, grad_slope_;
+  DropoutStream stream_;
+  std::int64_t bias_, grad_bias_;  // of the head, in elements
+  std::uint32_t kept_[kSlices][2];
+};
+
+}  // namespace pantile::attn
