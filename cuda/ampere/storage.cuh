@@ -48,6 +48,12 @@ struct BackwardWork {
   float row_sum_unit;
 };
 
+// The same block, for a variant: where its part of the sequences lies, and how long they are.
+struct WholeSequences {
+  int first_row, first_key;
+  int rows, keys;
+};
+
 template <class Config>
 struct BackwardStorage {
   struct Stage {
@@ -65,6 +71,7 @@ struct BackwardStorage {
   // key, one column a query row.
   alignas(128) std::uint16_t weights[Config::kWeightBuffers][Config::kTileK * Config::kTileQ];
   alignas(kWorkBytes) BackwardWork work;
+  WholeSequences whole;  // in the room behind it; variants only
 };
 
 }  // namespace pantile::ampere
