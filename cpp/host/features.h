@@ -19,6 +19,16 @@ inline constexpr FeatureSet forward_fp8{Feature::packed, Feature::seqused, Featu
 inline constexpr FeatureSet backward_f32{Feature::packed, Feature::seqused, Feature::lse,
                                          Feature::grad_lse, Feature::deterministic};
 inline constexpr FeatureSet backward_16bit = backward_f32.with(Feature::o_low);
+// Ampere kernels with hooks for variants.
+inline constexpr FeatureSet forward_ampere = forward_16bit.with(Feature::sinks)
+                                                 .with(Feature::softcap)
+                                                 .with(Feature::alibi)
+                                                 .with(Feature::dropout);
+inline constexpr FeatureSet backward_ampere = backward_16bit.with(Feature::sinks)
+                                                  .with(Feature::grad_sinks)
+                                                  .with(Feature::softcap)
+                                                  .with(Feature::alibi)
+                                                  .with(Feature::dropout);
 // The variants and the gradients of their tensors (variant.h).
 constexpr FeatureSet with_variants(FeatureSet set) {
   return set.with(Feature::softcap)

@@ -2,6 +2,7 @@
 //
 //   1 bound_keys         (deterministic only) maxima of K and V, for the integer scales of dQ
 //   2 prepare_rows       row terms, zeros in the sums of dQ, means of keys
+//   - sum_sink_gradients (where wanted) gradients of the sinks
 //   3 backward_kernel    dK, dV, the sums of dQ
 //   4 finish_rows        dQ
 //
@@ -20,6 +21,7 @@
 #include "ampere/launch.cuh"
 #include "ampere/order.h"
 #include "ampere/row_kernels.h"
+#include "ampere/variant.h"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "pantile/plan.h"
@@ -32,13 +34,14 @@ namespace pantile::ampere {
 class BackwardCall {
  public:
   BackwardCall(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
-               cudaStream_t stream)
+               VariantKernels& kernels, cudaStream_t stream)
       : plan_(plan),
         problem_(plan.problem),
         forward_(plan.problem.forward),
         tensors_(tensors),
         offsets_(backward_workspace(plan.problem, plan.kernel->head_dim, plan.tile_q)),
         workspace_(static_cast<std::uint8_t*>(workspace)),
+        kernels_(kernels),
         stream_(stream),
         queries_(query_side(forward_, tensors.forward)),
         keys_(key_side(forward_, tensors.forward)),
@@ -58,6 +61,10 @@ class BackwardCall {
       status = cuda::launch("ampere prepare_rows",
                             launch_of(params.key_mean_blocks + row_blocks, kRowThreads),
                             prepare_rows<Config, kDType>, params);
+    }
+    if (status.ok() && problem_.wants_grad_sinks) {
+      status = launch_sum_sink_gradients<Config::kTileQ>(
+          launch_of(static_cast<int>(forward_.heads_q), kSinkThreads), sink_params());
     }
     if (status.ok() && has_keys) {
       status = run_main<Config, kDType, kMask>(false);
@@ -85,6 +92,17 @@ class BackwardCall {
         queries_.cu_seqlens};
   }
 
+  // Of dQ and dK. With dropout the kernels leave keep_scale out of dS.
+  float gradient_scale() const { return forward_.scale * keep_scale(forward_); }
+
+  // Whether every row of dS, as the kernels have it, sums to its dLSE: not behind a softcap, beside
+  // a sink, or without the keep_scale that dLSE has.
+  bool sums_are_known() const {
+    const Variant& variant = forward_.variant;
+    return problem_.has_o_low && variant.softcap == 0.0f && !variant.has_sinks &&
+           (variant.dropout == 0 || !problem_.has_grad_lse);
+  }
+
   int group() const { return static_cast<int>(forward_.heads_q / forward_.heads_k); }
 
   common::RowPass row_pass() const {
@@ -98,9 +116,9 @@ class BackwardCall {
     pass.window_left = mask_.left;
     pass.window_right = mask_.right;
     pass.tile_floats = plan_.tile_q * plan_.kernel->head_dim;
-    pass.scale = forward_.scale;
+    pass.scale = gradient_scale();
     pass.dq_sum = at<float>(offsets_.dq_sum);
-    if (problem_.has_o_low) {
+    if (sums_are_known()) {
       pass.large_means = at<int>(offsets_.large_means);
       pass.key_means = at<float>(offsets_.key_means);
       pass.key_mean_columns = plan_.kernel->head_dim;
@@ -131,7 +149,22 @@ class BackwardCall {
     params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
     params.lse_head_stride = lse_head_stride();
     params.lse_batch_stride = lse_batch_stride();
+    params.delta_scale = 1.0f / keep_scale(forward_);
     params.row_terms = at<float>(offsets_.row_terms);
+    return params;
+  }
+
+  SinkParams sink_params() const {
+    const PrepareParams rows = prepare_params();
+    SinkParams params;
+    params.pass = rows.pass;
+    params.sinks = tensors_.forward.variant.sinks;
+    params.grad_sinks = tensors_.variant.sinks;
+    params.row_terms = rows.row_terms;
+    params.delta_scale = rows.delta_scale;
+    params.grad_lse = rows.grad_lse;
+    params.lse_head_stride = rows.lse_head_stride;
+    params.lse_batch_stride = rows.lse_batch_stride;
     return params;
   }
 
@@ -162,7 +195,7 @@ class BackwardCall {
     params.head_dim = static_cast<int>(forward_.head_dim);
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
     params.q_columns = forward_.scale == 0.0f ? 0 : params.head_dim;
-    params.scale = forward_.scale;
+    params.scale = gradient_scale();
     params.scale_log2 = forward_.scale * core::kLog2E;
     params.integer_sums = problem_.deterministic;
     const common::RowPass pass = row_pass();
@@ -205,10 +238,29 @@ class BackwardCall {
   Status run_main(bool repeats) const {
     static cuda::PreparedDevices prepared{0};
     constexpr int kBytes = static_cast<int>(sizeof(BackwardStorage<Config>));
+    if (variant_hooks(forward_).any()) {
+      return run_variant(Config::kThreads, kBytes, repeats);
+    }
     return cuda::launch(
         "ampere backward",
         ampere::launch_of(plan_, plan_.blocks, Config::kThreads, kBytes, stream_, &prepared),
         backward_kernel<Config, kDType, kMask>, main_params(repeats));
+  }
+
+  // With hooks: a kernel that is compiled at run time, for the same tile.
+  Status run_variant(int threads, int bytes, bool repeats) const {
+    const jit::Kernel* kernel = nullptr;
+    const Status status = kernels_.find(plan_, stream_, &kernel);
+    if (!status.ok()) {
+      return status;
+    }
+    BackwardParams params = main_params(repeats);
+    attn::VariantParams variant = backward_variant_params(forward_, tensors_.forward.variant);
+    void* pointers[] = {&params, &variant};
+    return cuda::launch(
+        "ampere backward with a variant",
+        ampere::launch_of(plan_, plan_.blocks, threads, bytes, stream_, &kernel->prepared),
+        kernel->handle, pointers);
   }
 
   template <DType kDType>
@@ -254,6 +306,7 @@ class BackwardCall {
   const BackwardTensors& tensors_;
   const BackwardWorkspace offsets_;
   std::uint8_t* const workspace_;
+  VariantKernels& kernels_;  // of the row
   const cudaStream_t stream_;
   const core::SequenceSide queries_, keys_;
   const core::Mask mask_;  // only its window
@@ -282,7 +335,8 @@ Status launch_backward(const BackwardPlan& plan, const BackwardTensors& tensors,
                ? launch_backward_f32<kHeadDim, Float32Precision::highest>(call, plan.device)
                : launch_backward_f32<kHeadDim, Float32Precision::tf32>(call, plan.device);
   } else {
-    const BackwardCall call(plan, tensors, workspace, static_cast<cudaStream_t>(stream));
+    static VariantKernels kernels;
+    const BackwardCall call(plan, tensors, workspace, kernels, static_cast<cudaStream_t>(stream));
     switch (shared_class(plan.device.smem_optin_bytes)) {
       case SharedClass::small:
         return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::small>(call);

@@ -8,6 +8,7 @@
 #include "ampere/order.h"
 #include "ampere/plan.h"
 #include "ampere/rules.h"
+#include "ampere/variant.h"
 
 namespace pantile::ampere {
 namespace {
@@ -93,6 +94,9 @@ Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
   }
   if (status.ok()) {
     status = count_rule(row, problem, device);
+  }
+  if (status.ok()) {
+    status = variant_rule(problem.forward, device);
   }
   return status.ok() ? build_rule(row, device) : status;
 }

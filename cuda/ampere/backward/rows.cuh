@@ -3,7 +3,8 @@
 // blocks before the first look at the means of the keys (common/backward_key_means.cuh).
 //
 //   term 0   minus LSE, base 2       P  = exp2(S * scale_log2 + term)
-//   term 1   dLSE - rowsum(dO * O)   dP starts from it, so that dS = P * dP
+//   term 1   dLSE - rowsum(dO * O)   dP starts from it, so that dS = P * dP; with dropout over
+//                                    keep_scale
 //   term 2   the power of two that integer sums of this row of dQ are scaled with, or 1
 //
 // Rows past the end of a sequence, and rows whose scores are all -inf, get a term 0 of -inf: P = 0.
@@ -31,6 +32,7 @@ struct PrepareParams {
   int key_mean_blocks;              // key heads of all sequences, or 0: the means are not wanted
   const std::int8_t* o_low;         // contiguous, shape of O (core/low_bits.h), or null
   std::int64_t o_low_batch_stride;  // rows; 0 for packed tensors
+  float delta_scale;                // of the row term: 1, with dropout 1 / keep_scale
   int head_dim_v;
   const float* lse;       // [batch][heads_q][seqlen_q], packed [heads_q][total_q]
   const float* grad_lse;  // the same, or null
@@ -145,8 +147,9 @@ __global__ void __launch_bounds__(kRowThreads)
       continue;
     }
     const float lse = exists ? params.lse[lse_offset + row] : -INFINITY;
-    const float delta =
-        product - (exists && params.grad_lse != nullptr ? params.grad_lse[lse_offset + row] : 0.0f);
+    const float grad_lse =
+        exists && params.grad_lse != nullptr ? params.grad_lse[lse_offset + row] : 0.0f;
+    const float delta = (product - grad_lse) * params.delta_scale;
     terms[i] = lse == -INFINITY ? -INFINITY : -lse * core::kLog2E;
     terms[kTileQ + i] = -delta;
     terms[2 * kTileQ + i] = 1.0f;

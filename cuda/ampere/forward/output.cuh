@@ -50,7 +50,13 @@ class ForwardOutput {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         softmax_.finish_row(m, r);
-        normaliser[r] = softmax_.normaliser(m, r);
+        float sink = 0.0f;
+        float sink_weight = 0.0f;
+        if (params_.sinks != nullptr) {
+          sink = params_.sinks[work.head];
+          sink_weight = softmax_.sink_weight(m, r, sink);
+        }
+        normaliser[r] = softmax_.normaliser(m, r, sink_weight);
         if constexpr (Variant::kDrops) {
           normaliser[r] *= keep_scale;
         }
@@ -68,8 +74,9 @@ class ForwardOutput {
           largest = max(largest, softmax_.max_logit(m, r, params_.references));
         }
         if (lse != nullptr && lane % 4 == 0 && first + row < work.sequence.allocated) {
-          lse[first + row] =
-              first + row < work.sequence.length ? softmax_.log_sum_exp(m, r) : -INFINITY;
+          lse[first + row] = first + row >= work.sequence.length ? -INFINITY
+                             : sink_weight == INFINITY ? sink
+                                                       : softmax_.log_sum_exp(m, r, sink_weight);
         }
       }
       if (params_.o_low != nullptr) {

@@ -279,14 +279,20 @@ struct SoftmaxRows {
                                               : row_sum[m][r] + row_sum[m][r + 2];
   }
 
-  // Of a finished row: what O is multiplied by.
-  PANTILE_DEVICE float normaliser(int m, int r) const {
-    const float sum = total(m, r);
+  // What a sink weighs beside the P of a row: infinitely much if the row has no keys or only such
+  // that the sink leaves nothing of.
+  PANTILE_DEVICE float sink_weight(int m, int r, float sink) const {
+    return prim::exp2_approx(fmaf(sink, core::kLog2E, minus_max[m][r]));
+  }
+
+  // Of a finished row and the weight of its sink, or 0: what O is multiplied by.
+  PANTILE_DEVICE float normaliser(int m, int r, float sink_weight) const {
+    const float sum = total(m, r) + sink_weight;
     return sum == 0.0f ? 0.0f : 1.0f / sum;
   }
 
-  PANTILE_DEVICE float log_sum_exp(int m, int r) const {
-    const float sum = total(m, r);
+  PANTILE_DEVICE float log_sum_exp(int m, int r, float sink_weight) const {
+    const float sum = total(m, r) + sink_weight;
     return sum == 0.0f ? -INFINITY : (log2f(sum) - minus_max[m][r]) * core::kLn2;
   }
 
