@@ -19,16 +19,6 @@ inline constexpr FeatureSet forward_fp8{Feature::packed, Feature::seqused, Featu
 inline constexpr FeatureSet backward_f32{Feature::packed, Feature::seqused, Feature::lse,
                                          Feature::grad_lse, Feature::deterministic};
 inline constexpr FeatureSet backward_16bit = backward_f32.with(Feature::o_low);
-// Ampere kernels with hooks for variants.
-inline constexpr FeatureSet forward_ampere = forward_16bit.with(Feature::sinks)
-                                                 .with(Feature::softcap)
-                                                 .with(Feature::alibi)
-                                                 .with(Feature::dropout);
-inline constexpr FeatureSet backward_ampere = backward_16bit.with(Feature::sinks)
-                                                  .with(Feature::grad_sinks)
-                                                  .with(Feature::softcap)
-                                                  .with(Feature::alibi)
-                                                  .with(Feature::dropout);
 // The variants and the gradients of their tensors (variant.h).
 constexpr FeatureSet with_variants(FeatureSet set) {
   return set.with(Feature::softcap)
@@ -43,6 +33,18 @@ constexpr FeatureSet with_variant_gradients(FeatureSet set) {
       .with(Feature::grad_sinks)
       .with(Feature::grad_bias);
 }
+// On a GPU sinks are in every such kernel, and the others are hooks of kernels that are compiled at
+// run time.
+inline constexpr FeatureSet forward_sinks = forward_16bit.with(Feature::sinks);
+inline constexpr FeatureSet forward_hooks = with_variants(forward_16bit);
+inline constexpr FeatureSet backward_sinks =
+    backward_16bit.with(Feature::sinks).with(Feature::grad_sinks);
+inline constexpr FeatureSet backward_hooks = with_variant_gradients(backward_16bit);
+// Ampere has no hook for a bias and no gradient of ALiBi's slopes.
+inline constexpr FeatureSet forward_ampere =
+    forward_sinks.with(Feature::softcap).with(Feature::alibi).with(Feature::dropout);
+inline constexpr FeatureSet backward_ampere =
+    backward_sinks.with(Feature::softcap).with(Feature::alibi).with(Feature::dropout);
 inline constexpr FeatureSet quantize_fp8{Feature::packed, Feature::seqused};
 inline constexpr FeatureSet quantize = quantize_fp8.with(Feature::smooth_k).with(Feature::hadamard);
 }  // namespace feature_sets

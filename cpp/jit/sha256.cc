@@ -36,21 +36,25 @@ void Sha256::block(const unsigned char* bytes) {
     w[i] = w[i - 16] + (rotate(a, 7) ^ rotate(a, 18) ^ a >> 3) + w[i - 7] +
            (rotate(b, 17) ^ rotate(b, 19) ^ b >> 10);
   }
-  std::array<std::uint32_t, 8> s = state_;  // a to h
+  auto [a, b, c, d, e, f, g, h] = state_;
   for (int i = 0; i < 64; ++i) {
-    const std::uint32_t choice = (s[4] & s[5]) ^ (~s[4] & s[6]);
-    const std::uint32_t majority = (s[0] & s[1]) ^ (s[0] & s[2]) ^ (s[1] & s[2]);
+    const std::uint32_t choice = (e & f) ^ (~e & g);
+    const std::uint32_t majority = (a & b) ^ (a & c) ^ (b & c);
     const std::uint32_t first =
-        s[7] + (rotate(s[4], 6) ^ rotate(s[4], 11) ^ rotate(s[4], 25)) + choice + kRound[i] + w[i];
-    const std::uint32_t second = (rotate(s[0], 2) ^ rotate(s[0], 13) ^ rotate(s[0], 22)) + majority;
-    for (std::size_t j = 7; j > 0; --j) {
-      s[j] = s[j - 1];
-    }
-    s[4] += first;
-    s[0] = first + second;
+        h + (rotate(e, 6) ^ rotate(e, 11) ^ rotate(e, 25)) + choice + kRound[i] + w[i];
+    const std::uint32_t second = (rotate(a, 2) ^ rotate(a, 13) ^ rotate(a, 22)) + majority;
+    h = g;
+    g = f;
+    f = e;
+    e = d + first;
+    d = c;
+    c = b;
+    b = a;
+    a = first + second;
   }
+  const std::array<std::uint32_t, 8> added = {a, b, c, d, e, f, g, h};
   for (std::size_t i = 0; i < 8; ++i) {
-    state_[i] += s[i];
+    state_[i] += added[i];
   }
 }
 

@@ -22,7 +22,8 @@ struct DropoutStream {
 
   PANTILE_DEVICE void start(const std::int64_t* seed, std::uint32_t dropout_add,
                             std::uint32_t head_index, std::uint32_t batch_index) {
-    key = core::philox_key(static_cast<std::uint64_t>(seed[0]), static_cast<std::uint64_t>(seed[1]));
+    key =
+        core::philox_key(static_cast<std::uint64_t>(seed[0]), static_cast<std::uint64_t>(seed[1]));
     // In uniform registers, and with them the keys of all rounds.
     key.word[0] = static_cast<std::uint32_t>(prim::uniform(static_cast<int>(key.word[0])));
     key.word[1] = static_cast<std::uint32_t>(prim::uniform(static_cast<int>(key.word[1])));

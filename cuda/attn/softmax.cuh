@@ -202,8 +202,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) {
         const int e = 4 * j + 2 * i;
-        const float larger =
-            fmaxf(logits.comparable(S[e], e), logits.comparable(S[e + 1], e + 1));
+        const float larger = fmaxf(logits.comparable(S[e], e), logits.comparable(S[e + 1], e + 1));
         chain[j % kChains] = j < kChains ? larger : fmaxf(chain[j % kChains], larger);
       }
       max[i] = fmaxf(chain[0], chain[1]);

@@ -180,8 +180,8 @@ struct Alibi : SomeVariant {
   }
 };
 
-// bias[batch, head, row, key], fp32 or 16 bits. kPairs: rows and sequences begin at even elements of
-// a tensor that is aligned for pairs, and have an even number of keys at most.
+// bias[batch, head, row, key], fp32 or 16 bits. kPairs: rows and sequences begin at even elements
+// of a tensor that is aligned for pairs, and have an even number of keys at most.
 template <DType kDType, bool kPairs, int kTileK>
 struct Bias : SomeVariant {
   static constexpr int kGroups = kTileK / 8;
@@ -219,7 +219,7 @@ struct Bias : SomeVariant {
 #pragma unroll
     for (int e = 0; e < kCount; e += 2) {
       float2 values;
-      const std::uint32_t(&words)[kWords] = pair[row_of(e)][e / 4];
+      const std::uint32_t (&words)[kWords] = pair[row_of(e)][e / 4];
       if constexpr (kDType == DType::f32) {
         values = make_float2(__uint_as_float(words[0]), __uint_as_float(words[1]));
       } else {
@@ -273,21 +273,20 @@ struct Dropout : SomeVariant {
   static_assert(kSteps % 2 == 0);
 
   DropoutStream stream;
-  std::uint32_t row_cell;  // counter word 1
-  bool odd;                // the thread's rows are
+  std::uint32_t row_cell;         // counter word 1
+  bool odd;                       // the thread's rows are
   std::uint32_t keep[kSteps][2];  // of even and of odd keys
 
   PANTILE_DEVICE void begin(const VariantParams& p, const FragmentPlace& at) {
-    stream.start(p.dropout_seed, p.dropout_add,
-                 p.head_offset + static_cast<std::uint32_t>(at.head),
+    stream.start(p.dropout_seed, p.dropout_add, p.head_offset + static_cast<std::uint32_t>(at.head),
                  p.batch_offset + static_cast<std::uint32_t>(at.batch));
     const std::uint32_t row = p.row_offset + static_cast<std::uint32_t>(at.row);
     row_cell = core::dropout_cell(0, 0, row, 0).word[1];
     odd = (row & 1u) != 0;
   }
   PANTILE_DEVICE void fetch(const VariantParams& p, int key) {
-    core::PhiloxWords cell =
-        core::dropout_cell(stream.batch, stream.head, 0, p.key_offset + static_cast<std::uint32_t>(key));
+    core::PhiloxWords cell = core::dropout_cell(stream.batch, stream.head, 0,
+                                                p.key_offset + static_cast<std::uint32_t>(key));
     cell.word[1] = row_cell;
 #pragma unroll
     for (int k = 0; k < kSteps; k += 2) {

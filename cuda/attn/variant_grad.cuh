@@ -1,11 +1,14 @@
-// What a variant changes of the backward, as a math thread sees it that holds scores transposed: two
-// keys, and of every 8 queries two neighbours. The hooks of attn/variant.cuh, and their gradients:
+// What a variant changes of the backward, as a math thread sees it that holds scores transposed:
+// two keys, and of every 8 queries two neighbours. The hooks of attn/variant.cuh, and their
+// gradients:
 //
 //   additive terms  P = exp2(S * scale_log2 + term); S starts from -lse / scale, as without them
-//   softcap         S is raw. t = tanh(S * inner), P = exp2(t * cap_log2 + term - lse_log2), and dS is
-//                   multiplied by the slope 1 - t^2. P is packed at once: what stays in S's registers
-//                   is P times the slope
-//   dropout         dV takes P where it was kept. dS = P * (kept ? dP - d : -d), where all of dV, dQ
+//   softcap         S is raw. t = tanh(S * inner), P = exp2(t * cap_log2 + term - lse_log2), and dS
+//   is
+//                   multiplied by the slope 1 - t^2. P is packed at once: what stays in S's
+//                   registers is P times the slope
+//   dropout         dV takes P where it was kept. dS = P * (kept ? dP - d : -d), where all of dV,
+//   dQ
 //                   and dK are multiplied by keep_scale in the end and d is delta divided by it
 //   ALiBi's slopes  the sum of dS times the distance, over a tile of keys and all rows of a head
 //   bias            dS, added to fp32 in global memory
@@ -117,13 +120,12 @@ class GradVariant {
     }
   }
 
-  // Over packed weights of slice k, register r: all ones where an element is kept.
-  PANTILE_DEVICE std::uint32_t kept_pair(int k, int r) const {
-    const std::uint32_t even = kept_[k][0], odd = kept_[k][1];
-    return r == 0   ? kept_halves<0>(even, odd)
-           : r == 1 ? kept_halves<1>(even, odd)
-           : r == 2 ? kept_halves<2>(even, odd)
-                    : kept_halves<3>(even, odd);
+  // Zeroes the packed weights of slice k that are not kept.
+  PANTILE_DEVICE void drop(std::uint32_t (&P)[4], int k) const {
+    P[0] &= kept_halves<0>(kept_[k][0], kept_[k][1]);
+    P[1] &= kept_halves<1>(kept_[k][0], kept_[k][1]);
+    P[2] &= kept_halves<2>(kept_[k][0], kept_[k][1]);
+    P[3] &= kept_halves<3>(kept_[k][0], kept_[k][1]);
   }
 
   // `kept` where element e is kept, else `dropped`.

@@ -30,7 +30,8 @@ struct VariantParams {
   std::uint32_t batch_offset, head_offset, row_offset, key_offset;  // of the dropout mask
 
   // Backward: gradients that are wanted, else null. Of the slopes, the sums of every warp over
-  // every tile of keys, [heads][key_tile_count][warps], zero before. Of the bias, fp32, zero before.
+  // every tile of keys, [heads][key_tile_count][warps], zero before. Of the bias, fp32, zero
+  // before.
   float* grad_alibi_parts;
   std::int64_t key_tile_count;
   float* grad_bias;

@@ -29,6 +29,7 @@ struct FinishParams {
   bool rows_split;        // a tile's fragments follow each other along the rows, not the columns
   int blocks;             // fragments of all tiles
   bool repeats;           // integers: the heads that are measured, and only these; else the others
+  float grad_scale;       // dQ in units of the sum
   const float* lse;       // as in PrepareParams
   const float* grad_lse;  // the same, or null
   std::int64_t lse_head_stride, lse_batch_stride;
@@ -115,13 +116,18 @@ PANTILE_DEVICE float leak_of(const FinishParams& params, const RowTile& row_tile
     leak = unit > 0.0f ? static_cast<float>(units) / integer_scale_of(pass, row_tile, row) / unit
                        : 0.0f;
   }
+  const bool packed = pass.queries.cu_seqlens != nullptr;
+  const std::int64_t at = row_tile.head * params.lse_head_stride +
+                          (packed ? row_tile.sequence : row_tile.batch * params.lse_batch_stride) +
+                          row_tile.first_row + row;
   if (params.grad_lse != nullptr) {
-    const bool packed = pass.queries.cu_seqlens != nullptr;
-    const std::int64_t at =
-        row_tile.head * params.lse_head_stride +
-        (packed ? row_tile.sequence : row_tile.batch * params.lse_batch_stride) +
-        row_tile.first_row + row;
-    leak -= params.lse[at] == -core::kInfinity ? 0.0f : params.grad_lse[at];
+    leak -= params.lse[at] == -core::kInfinity ? 0.0f : pass.delta_factor * params.grad_lse[at];
+  }
+  if (pass.sinks != nullptr) {  // what the row of P lacks of 1
+    const std::int64_t slot = row_tile.index * pass.row_tiles.tile + row -
+                              std::int64_t{row_tile.tile} * pass.row_tiles.tile;
+    leak +=
+        sink_share(pass.sinks[row_tile.head], params.lse[at]) * term_value(pass.delta_terms[slot]);
   }
   return leak;
 }
@@ -202,7 +208,7 @@ PANTILE_DEVICE void finish_fragment(const FinishParams& params, int block) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = first_row + thread / 32 * 16 + lane / 4 + 8 * i;
-    float factor = pass.scale;
+    float factor = params.grad_scale;
     if (kFormat != SumFormat::f32 && row < row_tile.rows) {
       const float scale = integer_scale_of(pass, row_tile, row);
       factor = scale > 0.0f ? factor / scale : __builtin_nanf("");  // integer_scale()

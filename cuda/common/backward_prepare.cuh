@@ -99,19 +99,33 @@ PANTILE_DEVICE void clear_sums(const RowPass& pass, const RowTile& row_tile) {
   clear_row_sums(pass, row_tile, kPrepareThreads);
 }
 
+// A float whose halves are both finite as bf16, which tensor cores multiply by 0 beside a term:
+// where the low half is not, bit 7 is dropped, 2^-16 of the number.
+PANTILE_DEVICE std::uint32_t beside_term(float x) {
+  const std::uint32_t bits = __float_as_uint(x);
+  return (bits & 0x7f80u) == 0x7f80u ? bits & ~0x80u : bits;
+}
+
 // The terms of a row, which has slot `slot`; `bounds` and `grad_o_norm` only for integers.
 template <bool kInteger>
 PANTILE_DEVICE void write_terms(const RowPass& pass, std::int64_t slot, float lse, float delta,
                                 const core::KeyBounds& bounds, const core::Magnitude& grad_o_norm) {
   uint4 lse_term = lse == -core::kInfinity ? split_term(pass.scale > 0.0f ? -1e30f : 1e30f)
                                            : split_term(-lse / pass.scale);
+  if (pass.capped_lse) {
+    lse_term.x = __float_as_uint(lse == -core::kInfinity ? 1e30f : lse * core::kLog2E);
+  }
   if constexpr (kInteger) {
     lse_term.z = __float_as_uint(first_integer_scale(bounds, grad_o_norm, delta, lse));
     lse_term.w = core::slot_word(static_cast<std::uint32_t>(slot));
     pass.row_max[slot] = 0;
   }
   pass.lse_terms[slot] = lse_term;
+  delta *= pass.delta_factor;
   pass.delta_terms[slot] = split_term(-delta);
+  if (pass.delta_factor != 1.0f) {
+    pass.delta_terms[slot].w = beside_term(-delta);
+  }
 }
 
 // kRowThreads threads read one row, 16 bytes each; kTileQ rows a block. kInteger: deterministic

@@ -11,8 +11,10 @@
 #include "core/geometry.h"
 #include "core/integer_unit.h"
 #include "core/sequence.h"
+#include "core/softmax_state.h"
 #include "pantile/problem.h"
 #include "prim/address.cuh"
+#include "prim/math.cuh"
 
 namespace pantile::common {
 
@@ -24,6 +26,12 @@ struct RowPass {
   int window_left, window_right;
   int tile_floats;  // of dQ
   float scale;
+  // Variants (pantile/variant.h). delta_factor: 1 / dropout's scale, by which the delta terms are
+  // multiplied, and 1 without dropout. capped_lse: scores have a softcap and do not start from a
+  // term; that of LSE is LSE * log2(e), in fp32. sinks: [heads_q], or null.
+  float delta_factor = 1.0f;
+  bool capped_lse = false;
+  const float* sinks = nullptr;
   float* dq_sum;       // [heads_q][row_tile_count][tile_floats]
   uint4* lse_terms;    // [heads_q][row_tile_count * tile]
   uint4* delta_terms;  // the same
@@ -59,6 +67,17 @@ struct RowTile {
   int first_row, rows;    // attended
   int keys;               // attended
 };
+
+// The float that three bf16 of a row's term add up to (backward_prepare.cuh).
+PANTILE_DEVICE float term_value(const uint4& term) {
+  return __uint_as_float(term.x << 16) + __uint_as_float(term.x & 0xffff0000u) +
+         __uint_as_float(term.y << 16);
+}
+
+// The share of a row's sum that its sink has. A row without keys has nothing else.
+PANTILE_DEVICE float sink_share(float sink, float lse) {
+  return lse == -core::kInfinity ? 0.0f : prim::exp2_approx((sink - lse) * core::kLog2E);
+}
 
 // Blocks count down, so that the heads the main kernel starts with are written last, and read last.
 PANTILE_DEVICE RowTile locate_row_tile(const RowPass& pass, int block, int blocks) {

@@ -25,6 +25,14 @@ Status launch_finish_rows(const cuda::Launch& how, const common::FinishParams& p
   return cuda::launch("finish_rows", how, common::finish_rows<kDType, kFormat>, params);
 }
 
+Status launch_sum_sinks(const cuda::Launch& how, const common::SinkParams& params) {
+  return cuda::launch("sum_sinks", how, common::sum_sinks<>, params);
+}
+
+Status launch_sum_slopes(const cuda::Launch& how, const common::SlopeParams& params) {
+  return cuda::launch("sum_slopes", how, common::sum_slopes<>, params);
+}
+
 #define PANTILE_BOUND(dtype)                                           \
   template Status launch_bound_keys<DType::dtype>(const cuda::Launch&, \
                                                   const common::KeyBoundsParams&);

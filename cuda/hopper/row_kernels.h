@@ -8,6 +8,7 @@
 #include "common/backward_finish.cuh"
 #include "common/backward_prepare.cuh"
 #include "common/backward_settle.cuh"
+#include "common/backward_variant.cuh"
 #include "driver.h"
 #include "pantile/dtype.h"
 #include "pantile/status.h"
@@ -42,5 +43,8 @@ Status launch_settle_units(const cuda::Launch& how, const SettleParams<kTileQ>& 
 
 template <DType kDType, common::SumFormat kFormat>
 Status launch_finish_rows(const cuda::Launch& how, const common::FinishParams& params);
+
+Status launch_sum_sinks(const cuda::Launch& how, const common::SinkParams& params);
+Status launch_sum_slopes(const cuda::Launch& how, const common::SlopeParams& params);
 
 }  // namespace pantile::hopper

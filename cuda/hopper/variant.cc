@@ -4,6 +4,8 @@
 
 #include "core/dropout.h"
 #include "core/softmax_state.h"
+#include "hopper/backward/config.h"
+#include "hopper/forward/config.h"
 
 namespace pantile::hopper {
 namespace {
@@ -14,14 +16,10 @@ constexpr StatusCode kUnsupported = StatusCode::unsupported;
 // row and key are multiples of 16.
 constexpr std::int64_t kCell = 16;
 
-int element_bytes(DType dtype) {
-  return dtype == DType::f32 ? 4 : 2;
-}
-
 // Whether the elements 2 k and 2 k + 1 of every row of the bias can be read at once.
 bool has_pairs(const ForwardProblem& problem) {
   const BiasLayout& bias = problem.variant.bias;
-  return bias.base_align_bytes >= 2 * element_bytes(problem.variant.bias_dtype) &&
+  return bias.base_align_bytes >= 2 * dtype_bytes(problem.variant.bias_dtype) &&
          bias.batch % 2 == 0 && bias.head % 2 == 0 && bias.query % 2 == 0 &&
          problem.seqlen_k % 2 == 0;
 }
@@ -40,6 +38,13 @@ BiasForm bias_form(const ForwardProblem& problem) {
 // f16 holds scores more exactly than the fast tanh gives them.
 bool needs_exact_softcap(DType dtype) {
   return dtype == DType::f16;
+}
+
+// Whether more than one pair of a row and a key has the same element of the bias.
+bool is_shared(const ForwardProblem& problem) {
+  const BiasLayout& bias = problem.variant.bias;
+  return (bias.batch == 0 && problem.batch > 1) || (bias.head == 0 && problem.heads_q > 1) ||
+         (bias.query == 0 && problem.seqlen_q > 1);
 }
 
 const char* text_of(bool value) {
@@ -72,6 +77,40 @@ std::string forward_type(const KernelInfo& row, const VariantHooks& hooks) {
   return type;
 }
 
+// The value of an attn::GradHooks.
+std::string grad_hooks(const KernelInfo& row, const VariantHooks& hooks) {
+  std::string text;
+  const auto add = [&text](bool on, const char* field) {
+    if (on) {
+      text += (text.empty() ? "." : ", .") + std::string(field);
+    }
+  };
+  const bool is_f32 = hooks.bias == BiasForm::single32 || hooks.bias == BiasForm::pair32;
+  add(hooks.softcap, "softcap = true");
+  add(hooks.softcap && needs_exact_softcap(row.dtype), "exact = true");
+  add(hooks.alibi, "alibi = true");
+  add(hooks.alibi && row.mask != MaskKind::causal, "behind = true");
+  add(hooks.bias != BiasForm::none, "bias = true");
+  add(hooks.bias != BiasForm::none, is_f32 ? "bias_dtype = DType::f32" : "bias_dtype = kDType");
+  add(hooks.dropout, "dropout = true");
+  add(hooks.grad_alibi, "grad_alibi = true");
+  add(hooks.grad_bias, "grad_bias = true");
+  return text;
+}
+
+constexpr const char* kVariantEntry = "pantile_variant";
+constexpr const char* kOpening = "namespace pantile::hopper {\n";
+constexpr const char* kClosing = "}  // namespace pantile::hopper\n";
+
+// All but the text.
+jit::Request request_of(const KernelInfo& row, const VariantHooks& hooks) {
+  jit::Request request;
+  request.name = std::string(row.name) + " " + variant_name(hooks);
+  request.entry = kVariantEntry;
+  request.arch = 90;
+  return request;
+}
+
 }  // namespace
 
 VariantHooks variant_hooks(const ForwardProblem& problem) {
@@ -95,12 +134,9 @@ std::string variant_name(const VariantHooks& hooks) {
   const struct {
     bool on;
     const char* name;
-  } parts[] = {{hooks.softcap, "softcap"},
-               {hooks.bias != BiasForm::none, "bias"},
-               {hooks.alibi, "alibi"},
-               {hooks.dropout, "dropout"},
-               {hooks.grad_alibi, "grad_alibi"},
-               {hooks.grad_bias, "grad_bias"}};
+  } parts[] = {{hooks.softcap, "softcap"},       {hooks.bias != BiasForm::none, "bias"},
+               {hooks.alibi, "alibi"},           {hooks.dropout, "dropout"},
+               {hooks.grad_alibi, "grad_alibi"}, {hooks.grad_bias, "grad_bias"}};
   std::string name;
   for (const auto& part : parts) {
     if (part.on) {
@@ -115,39 +151,95 @@ Status variant_rule(const ForwardProblem& problem) {
   if (variant.dropout > 0 &&
       (variant.query_offset % kCell != 0 || variant.key_offset % kCell != 0)) {
     return Status::error(kUnsupported,
-                         "variant.query_offset is %" PRId64 " and variant.key_offset %" PRId64
-                         "; with dropout this kernel needs multiples of 16",
+                         "dropout's query_offset is %" PRId64 " and its key_offset %" PRId64
+                         "; this kernel needs multiples of 16",
                          variant.query_offset, variant.key_offset);
-  }
-  if (variant.has_bias) {
-    const int bytes = element_bytes(variant.bias_dtype);
-    if (variant.bias.base_align_bytes < bytes) {
-      return Status::error(kUnsupported,
-                           "variant.bias is aligned to %d bytes; its elements have %d",
-                           variant.bias.base_align_bytes, bytes);
-    }
   }
   return Status();
 }
 
-std::string forward_variant_source(const KernelInfo& row, bool other_shape,
-                                   const VariantHooks& hooks) {
-  const std::string shape = "ForwardVariant<" + std::to_string(row.head_dim) + ", " +
-                            std::to_string(row.head_dim_v) +
-                            ", MaskKind::" + mask_kind_name(row.mask) + ", " +
-                            text_of(other_shape) + ">";
-  return std::string("#include \"hopper/forward/kernel.cuh\"\n") +
-         "namespace pantile::hopper {\n" +
-         "using Shape = " + shape + ";\n" +
-         "constexpr DType kDType = DType::" + dtype_name(row.dtype) + ";\n" +
-         "constexpr int kTileK = Shape::kConfig.tile_k;\n" +
-         "using Variant = " + forward_type(row, hooks) + ";\n" +
-         "extern \"C\" __global__ void __launch_bounds__(Shape::kConfig.threads(), 1)\n" +
-         kVariantEntry + "(const __grid_constant__ ForwardMaps maps,\n" +
-         "    const __grid_constant__ ForwardParams params,\n" +
-         "    const __grid_constant__ attn::VariantParams variant) {\n" +
-         "  forward<Shape, kDType, Variant>(maps, params, variant);\n" +
-         "}\n}\n";
+Status variant_rule(const BackwardProblem& problem) {
+  const Variant& variant = problem.forward.variant;
+  const char* const gradient = problem.wants_grad_alibi  ? "ALiBi slopes"
+                               : problem.wants_grad_bias ? "bias"
+                                                         : nullptr;
+  if (gradient != nullptr && variant.softcap > 0.0f) {
+    return Status::error(kUnsupported,
+                         "softcap is %g; this kernel has the gradient of the %s without it only",
+                         static_cast<double>(variant.softcap), gradient);
+  }
+  if (problem.wants_grad_bias && problem.deterministic && is_shared(problem.forward)) {
+    return Status::error(kUnsupported,
+                         "deterministic is true, and the bias is shared by queries, heads or "
+                         "sequences: this kernel adds its gradient in any order");
+  }
+  return Status();
+}
+
+BiasLayout grad_bias_layout(const ForwardProblem& problem) {
+  const BiasLayout& bias = problem.variant.bias;
+  BiasLayout layout;
+  std::int64_t elements = problem.seqlen_k;
+  const auto axis = [&elements](std::int64_t stride, std::int64_t size, std::int64_t* to) {
+    *to = stride == 0 ? 0 : elements;
+    elements *= stride == 0 ? 1 : size;
+  };
+  axis(bias.query, problem.seqlen_q, &layout.query);
+  axis(bias.head, problem.heads_q, &layout.head);
+  axis(bias.batch, problem.batch, &layout.batch);
+  return layout;
+}
+
+std::size_t grad_bias_bytes(const ForwardProblem& problem) {
+  const BiasLayout& bias = problem.variant.bias;
+  return static_cast<std::size_t>((bias.batch == 0 ? 1 : problem.batch) *
+                                  (bias.head == 0 ? 1 : problem.heads_q) *
+                                  (bias.query == 0 ? 1 : problem.seqlen_q) * problem.seqlen_k) *
+         sizeof(float);
+}
+
+jit::Request variant_request(const ForwardPlan& plan) {
+  const KernelInfo& row = *plan.kernel;
+  const VariantHooks hooks = variant_hooks(plan.problem);
+  const ForwardShapes shapes = forward_shapes(row.head_dim, row.head_dim_v, row.mask);
+  const bool main = plan.tile_q == shapes.main.tile_q() && plan.tile_k == shapes.main.tile_k;
+  jit::Request request = request_of(row, hooks);
+  request.source =
+      std::string("#include \"hopper/forward/kernel.cuh\"\n") + kOpening +
+      "using Shape = ForwardVariant<" + std::to_string(row.head_dim) + ", " +
+      std::to_string(row.head_dim_v) + ", MaskKind::" + mask_kind_name(row.mask) + ", " +
+      text_of(!main) + ">;\n" + "constexpr DType kDType = DType::" + dtype_name(row.dtype) + ";\n" +
+      "constexpr int kTileK = Shape::kConfig.tile_k;\n" +
+      "using Variant = " + forward_type(row, hooks) + ";\n" +
+      "extern \"C\" __global__ void __launch_bounds__(Shape::kConfig.threads(), 1)\n" +
+      kVariantEntry + "(const __grid_constant__ ForwardMaps maps,\n" +
+      "    const __grid_constant__ ForwardParams params,\n" +
+      "    const __grid_constant__ attn::VariantParams variant) {\n" +
+      "  forward_body<Shape, kDType, Variant>(maps, params, variant);\n" + "}\n" + kClosing;
+  return request;
+}
+
+jit::Request variant_request(const BackwardPlan& plan) {
+  const KernelInfo& row = *plan.kernel;
+  const VariantHooks hooks = variant_hooks(plan.problem);
+  const char* const sum = plan.problem.deterministic ? "integer" : "floating";
+  const bool paired = plan.tile_k == 128;
+  jit::Request request = request_of(row, hooks);
+  request.name += std::string(" ") + sum;
+  request.source =
+      std::string("#include \"hopper/backward/kernel_") + (paired ? "paired" : "pipeline") +
+      ".cuh\"\n" + kOpening + "constexpr DType kDType = DType::" + dtype_name(row.dtype) + ";\n" +
+      "constexpr SumKind kSum = SumKind::" + sum + ";\n" +
+      "using Config = BackwardConfig<kDType, " + std::to_string(row.head_dim) + ", " +
+      std::to_string(row.head_dim_v) + ", kSum>;\n" + "constexpr attn::GradHooks kHooks{" +
+      grad_hooks(row, hooks) + "};\n" +
+      "extern \"C\" __global__ void __launch_bounds__(Config::kThreads, 1)\n" + kVariantEntry +
+      "(const __grid_constant__ BackwardMaps maps,\n" +
+      "    const __grid_constant__ BackwardParams params,\n" +
+      "    const __grid_constant__ attn::VariantParams variant) {\n" + "  " +
+      (paired ? "paired" : "pipeline") + "_body<Config, MaskKind::" + mask_kind_name(row.mask) +
+      ", kSum, kHooks>(maps, params, variant);\n" + "}\n" + kClosing;
+  return request;
 }
 
 attn::VariantParams variant_params(const ForwardProblem& problem, const VariantTensors& tensors) {

@@ -3,9 +3,13 @@
 // hooks that a problem asks for; sinks are in every kernel. No CUDA headers.
 #pragma once
 
+#include <atomic>
+#include <cstddef>
 #include <string>
 
 #include "attn/variant_params.h"
+#include "jit/kernel.h"
+#include "pantile/plan.h"
 #include "pantile/problem.h"
 #include "pantile/registry.h"
 #include "pantile/status.h"
@@ -46,12 +50,46 @@ std::string variant_name(const VariantHooks& hooks);
 
 // Ok, or what of the variant the hooks do not serve.
 Status variant_rule(const ForwardProblem& problem);
+Status variant_rule(const BackwardProblem& problem);
 
-// The text of a forward kernel for NVRTC, whose entry is kVariantEntry. `other_shape`: the second
-// shape of the row.
-inline constexpr const char* kVariantEntry = "pantile_variant";
-std::string forward_variant_source(const KernelInfo& row, bool other_shape,
-                                   const VariantHooks& hooks);
+// The kernel with the hooks of a plan: a text for NVRTC. A plan without hooks has none.
+jit::Request variant_request(const ForwardPlan& plan);
+jit::Request variant_request(const BackwardPlan& plan);
+
+// Whether a forward with these hooks takes the second shape of its row: with more registers a
+// thread, which random bytes and a bias need.
+constexpr bool needs_other_shape(const VariantHooks& hooks, int kernel_head_dim) {
+  return kernel_head_dim <= 64 && (hooks.dropout || hooks.bias != BiasForm::none);
+}
+
+// The kernels with hooks of a row of the kernel table that have been launched, by what they differ
+// in: a look-up is faster than the text that find_kernel() wants.
+class VariantKernels {
+ public:
+  // `form` 0 or 1: the shape of a forward, or how a backward sums dQ.
+  template <class Plan>
+  Status find(const Plan& plan, int form, void* stream, const jit::Kernel** kernel) {
+    std::atomic<const jit::Kernel*>& known =
+        kernels_[form * kVariantKernels + variant_hooks(plan.problem).index()];
+    *kernel = known.load(std::memory_order_acquire);
+    if (*kernel != nullptr) {
+      return Status();
+    }
+    const Status status = jit::find_kernel(variant_request(plan), stream, kernel);
+    if (status.ok()) {
+      known.store(*kernel, std::memory_order_release);
+    }
+    return status;
+  }
+
+ private:
+  std::atomic<const jit::Kernel*> kernels_[2 * kVariantKernels] = {};
+};
+
+// Of the gradient of the bias, which is contiguous in the bias's shape: distances, 0 along an axis
+// that the bias shares, and how many bytes it has.
+BiasLayout grad_bias_layout(const ForwardProblem& problem);
+std::size_t grad_bias_bytes(const ForwardProblem& problem);
 
 // All but the gradients.
 attn::VariantParams variant_params(const ForwardProblem& problem, const VariantTensors& tensors);

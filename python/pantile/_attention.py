@@ -82,7 +82,7 @@ def _refuse_extras(return_max_logit: bool, options: Options) -> None:
 
 
 def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit, change):
-    """By the operator that serves the call. ``change``: the values of VARIANT_NAMES."""
+    """By the operator that serves the call. ``change``: the values of VARIANT_NAMES, or None."""
     flags = deterministic, options.checked, return_lse
     if type(q) is Quantized:
         if k is not None or v is not None:
@@ -93,7 +93,7 @@ def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_
     engine = _engine(q)
     if not options.fp8:
         extras = _extras(return_max_logit, options)
-        variant = resolve_variant(*change)
+        variant = None if change is None else resolve_variant(*change)
         if variant is None:
             return engine.attention(q, k, v, call, *flags, extras)
         return _variant_engine(engine).variant_attention(q, k, v, call, *variant, *flags, extras)
@@ -317,12 +317,10 @@ def attention(
         alibi: slopes, float32 ``[heads_q]`` or ``[batch, heads_q]``: the score of query i and key j
             loses ``slope * |i + seqlen_k - seqlen_q - j|``, after the softcap. Differentiable.
         bias: added to the scores after that, ``[batch, heads_q, seqlen_q, seqlen_k]`` or what
-            broadcasts to it; float32 or the dtype of q. Differentiable. An axis that shares it
-            should have size 1: then its gradient is summed while it is computed.
+            broadcasts to it, best with axes of size 1; float32 or the dtype of q. Differentiable.
         sinks: float32 ``[heads_q]``: a score of each head, not scaled, for a key without a value;
             the weights of a row sum to less than 1, and lse contains it. Differentiable.
-        dropout: a probability or a :class:`pantile.Dropout`: removes weights after the softmax; lse
-            does not change.
+        dropout: a probability or a :class:`pantile.Dropout`: removes weights after the softmax.
         return_lse: also return the log-sum-exp of each row's scores.
         return_max_logit: also return the largest scaled score of each head.
         deterministic: bit-equal gradients for equal inputs; also on when
@@ -355,7 +353,9 @@ def attention(
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     check_flags(return_lse, return_max_logit, deterministic)
     call = _make_call(_DENSE, causal, window, scale, options, return_lse)
-    change = (softcap, alibi, bias, sinks, dropout)
+    change = None
+    if not softcap is alibi is bias is sinks is dropout is None:
+        change = softcap, alibi, bias, sinks, dropout
     return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)
 
 
@@ -594,5 +594,7 @@ def varlen_attention(
     else:
         packing = _DENSE  # not read
     call = _make_call(packing, causal, window, scale, options, return_lse)
-    change = (softcap, alibi, bias, sinks, dropout)
+    change = None
+    if not softcap is alibi is bias is sinks is dropout is None:
+        change = softcap, alibi, bias, sinks, dropout
     return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)

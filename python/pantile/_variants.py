@@ -141,9 +141,9 @@ def resolve_variant(
     return variant, chosen if dropped > 0 else None
 
 
-def refuse_in_fp8(given: tuple) -> None:
-    """``given``: the values of NAMES."""
-    for name, value in zip(NAMES, given, strict=True):
+def refuse_in_fp8(given: tuple | None) -> None:
+    """``given``: the values of NAMES, or None."""
+    for name, value in zip(NAMES, given or (None,) * len(NAMES), strict=True):
         if value is not None:
             raise ValueError(f"{name} is {shown(value)}; FP8 attention does not serve it")
 

@@ -8,11 +8,13 @@ checks and reading, not for speed.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
 from pantile._masks import UNBOUNDED, window_bounds
+from pantile._variants import dropout_mask
 
 
 def visible(seqlen_q: int, seqlen_k: int, left: int, right: int, device=None) -> torch.Tensor:
@@ -27,22 +29,87 @@ def visible(seqlen_q: int, seqlen_k: int, left: int, right: int, device=None) ->
     return mask
 
 
-def _attend(q, k, v, mask, scale):
+@dataclass(frozen=True)
+class _Change:
+    """What a variant changes, of one batch: tensors in the dtype of the computation."""
+
+    softcap: float | None = None
+    alibi: torch.Tensor | None = None  # [batch | 1, heads]
+    bias: torch.Tensor | None = None  # broadcasts to the scores
+    sinks: torch.Tensor | None = None  # [heads]
+    kept: torch.Tensor | None = None  # what each weight is multiplied with
+
+    def of_scores(self, scores):
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.alibi is not None:
+            rows, keys = scores.shape[-2:]
+            position = torch.arange(rows, device=scores.device)[:, None] + (keys - rows)
+            distance = (position - torch.arange(keys, device=scores.device)).abs()
+            scores = scores - self.alibi[..., None, None] * distance
+        return scores if self.bias is None else scores + self.bias
+
+
+def _attend_with_sinks(scores, v, mask, change):
+    """The sink is one more key, of value 0."""
+    scores = scores.masked_fill(~mask, -torch.inf)
+    sinks = change.sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    scores = torch.cat([scores, sinks], -1)
+    weights = torch.softmax(scores, -1)[..., :-1]
+    lse = torch.logsumexp(scores.float() if scores.dtype.itemsize < 4 else scores, -1)
+    weights = weights if change.kept is None else weights * change.kept
+    return weights @ v, lse
+
+
+def _attend(q, k, v, mask, scale, change):
     """[.., rows, dim] x [.., keys, dim], all in the dtype of q. Dead rows give 0 and -inf."""
-    scores = (q @ k.transpose(-1, -2)) * scale
+    scores = change.of_scores((q @ k.transpose(-1, -2)) * scale)
+    if change.sinks is not None:
+        return _attend_with_sinks(scores, v, mask, change)
     alive = mask.any(-1, keepdim=True)
     # A dead row gets finite scores first: its softmax would be NaN, and so would its gradient.
     scores = scores.masked_fill(~mask & alive, -torch.inf).masked_fill(~alive, 0.0)
     weights = torch.softmax(scores, -1) * alive
     lse = torch.logsumexp(scores.float() if scores.dtype.itemsize < 4 else scores, -1)
+    weights = weights if change.kept is None else weights * change.kept
     return weights @ v, lse.masked_fill(~alive.squeeze(-1), -torch.inf)
 
 
-def attention(q, k, v, *, causal=False, window=None, scale=None, dtype=torch.float64):
+def _kept(dropout, batch, heads, rows, keys, dtype, device):
+    if dropout is None:
+        return None
+    mask = dropout_mask(dropout, batch, heads, rows, keys, device=device)
+    return mask.to(dtype) / (1.0 - dropout.rate)
+
+
+def _nothing(q, v, sinks):
+    """Of a call without keys."""
+    o = q.new_zeros(*q.shape[:-1], v.shape[-1]) + 0 * q.sum()
+    if sinks is not None:
+        return o, sinks[:, None].expand(q.shape[:-1])
+    return o, torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype, device=q.device)
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    alibi=None,
+    bias=None,
+    sinks=None,
+    dropout=None,
+    dtype=torch.float64,
+):
     """(o, lse) of :func:`pantile.attention`, computed in ``dtype``; None keeps the dtype of q.
 
     Standard attention as in Vaswani et al. (2017), section 3.2.1: S = Q K^T, P = softmax(S),
-    O = P V, with S and P stored. Differentiable by autograd, any number of times.
+    O = P V, with S and P stored. Differentiable by autograd, any number of times. ``dropout`` is a
+    :class:`pantile.Dropout` with a seed.
     """
     dtype = q.dtype if dtype is None else dtype
     left, right = window_bounds(causal, window)
@@ -51,12 +118,28 @@ def attention(q, k, v, *, causal=False, window=None, scale=None, dtype=torch.flo
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     mask = visible(q.shape[2], k.shape[2], left, right, q.device)
+    alibi, bias, sinks = (None if x is None else x.to(dtype) for x in (alibi, bias, sinks))
     if k.shape[2] == 0:
-        o = q.new_zeros(*q.shape[:-1], v.shape[-1]) + 0 * q.sum()
-        lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
+        o, lse = _nothing(q, v, sinks)
     else:
-        o, lse = _attend(q, k, v, mask, scale)
+        if alibi is not None and alibi.ndim == 1:
+            alibi = alibi[None]
+        kept = _kept(dropout, *q.shape[:3], k.shape[2], dtype, q.device)
+        o, lse = _attend(q, k, v, mask, scale, _Change(softcap, alibi, bias, sinks, kept))
     return o.transpose(1, 2), lse
+
+
+def _bias_of_sequence(bias, b, rows, keys):
+    if bias is None:
+        return None
+    bias = bias[(None,) * (4 - bias.ndim)]
+    batch = b if bias.shape[0] > 1 else 0
+    return bias[batch : batch + 1, :, : max(rows, 1), :keys]
+
+
+def _dropout_of_sequence(dropout, b):
+    """The mask counts sequences, and each is computed alone."""
+    return dropout and dataclasses.replace(dropout, batch_offset=dropout.batch_offset + b)
 
 
 def varlen_attention(
@@ -71,6 +154,11 @@ def varlen_attention(
     causal=False,
     window=None,
     scale=None,
+    softcap=None,
+    alibi=None,
+    bias=None,
+    sinks=None,
+    dropout=None,
     dtype=torch.float64,
 ):
     """(o, lse) of :func:`pantile.varlen_attention`: one sequence after the other."""
@@ -91,6 +179,11 @@ def varlen_attention(
             causal=causal,
             window=window,
             scale=scale,
+            softcap=softcap,
+            alibi=alibi[b] if alibi is not None and alibi.ndim == 2 else alibi,
+            bias=_bias_of_sequence(bias, b, rows, keys),
+            sinks=sinks,
+            dropout=_dropout_of_sequence(dropout, b),
             dtype=dtype,
         )
         # Not in place into a slice that autograd saved: index_copy keeps the graph simple.

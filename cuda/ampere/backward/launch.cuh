@@ -95,13 +95,9 @@ class BackwardCall {
   // Of dQ and dK. With dropout the kernels leave keep_scale out of dS.
   float gradient_scale() const { return forward_.scale * keep_scale(forward_); }
 
-  // Whether every row of dS, as the kernels have it, sums to its dLSE: not behind a softcap, beside
-  // a sink, or without the keep_scale that dLSE has.
-  bool sums_are_known() const {
-    const Variant& variant = forward_.variant;
-    return problem_.has_o_low && variant.softcap == 0.0f && !variant.has_sinks &&
-           (variant.dropout == 0 || !problem_.has_grad_lse);
-  }
+  // Whether it is known what every row of dS, as the kernels have it, sums to: not behind a
+  // softcap.
+  bool sums_are_known() const { return problem_.has_o_low && forward_.variant.softcap == 0.0f; }
 
   int group() const { return static_cast<int>(forward_.heads_q / forward_.heads_k); }
 
@@ -117,6 +113,8 @@ class BackwardCall {
     pass.window_right = mask_.right;
     pass.tile_floats = plan_.tile_q * plan_.kernel->head_dim;
     pass.scale = gradient_scale();
+    pass.delta_factor = 1.0f / keep_scale(forward_);
+    pass.sinks = forward_.variant.has_sinks ? tensors_.forward.variant.sinks : nullptr;
     pass.dq_sum = at<float>(offsets_.dq_sum);
     if (sums_are_known()) {
       pass.large_means = at<int>(offsets_.large_means);
@@ -149,7 +147,6 @@ class BackwardCall {
     params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
     params.lse_head_stride = lse_head_stride();
     params.lse_batch_stride = lse_batch_stride();
-    params.delta_scale = 1.0f / keep_scale(forward_);
     params.row_terms = at<float>(offsets_.row_terms);
     return params;
   }
@@ -158,10 +155,8 @@ class BackwardCall {
     const PrepareParams rows = prepare_params();
     SinkParams params;
     params.pass = rows.pass;
-    params.sinks = tensors_.forward.variant.sinks;
     params.grad_sinks = tensors_.variant.sinks;
     params.row_terms = rows.row_terms;
-    params.delta_scale = rows.delta_scale;
     params.grad_lse = rows.grad_lse;
     params.lse_head_stride = rows.lse_head_stride;
     params.lse_batch_stride = rows.lse_batch_stride;

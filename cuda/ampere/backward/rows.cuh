@@ -11,6 +11,7 @@
 #pragma once
 
 #include "ampere/backward/params.cuh"
+#include "ampere/backward/sinks.cuh"
 #include "common/backward_key_means.cuh"
 #include "common/backward_prepare.cuh"
 #include "common/backward_rows.cuh"
@@ -32,7 +33,6 @@ struct PrepareParams {
   int key_mean_blocks;              // key heads of all sequences, or 0: the means are not wanted
   const std::int8_t* o_low;         // contiguous, shape of O (core/low_bits.h), or null
   std::int64_t o_low_batch_stride;  // rows; 0 for packed tensors
-  float delta_scale;                // of the row term: 1, with dropout 1 / keep_scale
   int head_dim_v;
   const float* lse;       // [batch][heads_q][seqlen_q], packed [heads_q][total_q]
   const float* grad_lse;  // the same, or null
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kRowThreads)
     const float lse = exists ? params.lse[lse_offset + row] : -INFINITY;
     const float grad_lse =
         exists && params.grad_lse != nullptr ? params.grad_lse[lse_offset + row] : 0.0f;
-    const float delta = (product - grad_lse) * params.delta_scale;
+    const float delta = (product - grad_lse) * pass.delta_factor;
     terms[i] = lse == -INFINITY ? -INFINITY : -lse * core::kLog2E;
     terms[kTileQ + i] = -delta;
     terms[2 * kTileQ + i] = 1.0f;
@@ -205,9 +205,14 @@ PANTILE_DEVICE float leak_of(const FinishParams& params, const common::RowTile& 
     const float unit = core::row_sum_unit(pass.key_bounds[common::key_head_of(pass, tile)]);
     leak = unit > 0.0f ? static_cast<float>(__float_as_int(sum)) / unit : 0.0f;
   }
+  const float scale = terms[2 * tile_q + row];
   if (params.grad_lse != nullptr && terms[row] != -INFINITY) {
     const bool packed = pass.queries.cu_seqlens != nullptr;
-    leak -= params.grad_lse[lse_offset_of(params, packed, tile) + index] * terms[2 * tile_q + row];
+    leak -=
+        params.grad_lse[lse_offset_of(params, packed, tile) + index] * pass.delta_factor * scale;
+  }
+  if (pass.sinks != nullptr) {  // what the row of P lacks of 1
+    leak += sink_share(pass.sinks[tile.head], terms[row]) * terms[tile_q + row] * scale;
   }
   return leak;
 }

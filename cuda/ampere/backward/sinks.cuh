@@ -14,12 +14,15 @@ namespace pantile::ampere {
 
 inline constexpr int kSinkThreads = common::kMeanThreads;  // of a block
 
+// The share of a row's sum that its sink has; `term`: its row term 0.
+PANTILE_DEVICE float sink_share(float sink, float term) {
+  return prim::exp2_approx(fmaf(sink, core::kLog2E, term));
+}
+
 struct SinkParams {
-  common::RowPass pass;
-  const float* sinks;      // [heads_q]
-  float* grad_sinks;       // the same
+  common::RowPass pass;    // with sinks
+  float* grad_sinks;       // [heads_q]
   const float* row_terms;  //
-  float delta_scale;       // of term 1, as in PrepareParams
   const float* grad_lse;   // as in PrepareParams
   std::int64_t lse_head_stride, lse_batch_stride;
 };
@@ -32,8 +35,7 @@ __global__ void __launch_bounds__(kSinkThreads)
   __shared__ float warps[kSinkThreads / 32];
   const common::RowPass& pass = params.pass;
   const int head = static_cast<int>(blockIdx.x);
-  const float sink = params.sinks[head];
-  const float sink_log2 = sink * core::kLog2E;
+  const float sink = pass.sinks[head];
   float sum = 0.0f;
   for (int batch = 0; batch < pass.row_tiles.batch; ++batch) {
     const core::Sequence queries = core::locate_sequence(pass.queries, batch);
@@ -51,16 +53,16 @@ __global__ void __launch_bounds__(kSinkThreads)
         const float* const terms =
             params.row_terms + (first_tile + attended / kTileQ) * (kRowTerms * kTileQ);
         const int at = attended % kTileQ;
-        sum += prim::exp2_approx(sink_log2 + terms[at]) * terms[kTileQ + at];
+        sum += sink_share(sink, terms[at]) * terms[kTileQ + at];
       } else if (params.grad_lse != nullptr && sink > -INFINITY) {
         // A row without keys: its LSE is the sink.
-        sum += params.grad_lse[lse_offset + row] * params.delta_scale;
+        sum += params.grad_lse[lse_offset + row] * pass.delta_factor;
       }
     }
   }
   sum = common::block_sum(sum, warps);
   if (threadIdx.x == 0) {
-    params.grad_sinks[head] = sum / params.delta_scale;
+    params.grad_sinks[head] = sum / pass.delta_factor;
   }
 }
 

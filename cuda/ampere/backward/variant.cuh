@@ -202,10 +202,7 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
     for (int group = 0; group < kRowTiles / 2; ++group) {
 #pragma unroll
       for (int m = 0; m < kKeyTiles; ++m) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          p[group][m][r] &= variant_[m].kept_pair(group, r);
-        }
+        variant_[m].drop(p[group][m], group);
       }
     }
   }

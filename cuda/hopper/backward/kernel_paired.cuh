@@ -245,8 +245,8 @@ class PairedConsumer {
 
 // The kernel, whose parameters are the launch's.
 template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks>
-PANTILE_DEVICE void paired(const BackwardMaps& maps, const BackwardParams& params,
-                           const attn::VariantParams& variant_params) {
+PANTILE_DEVICE void paired_body(const BackwardMaps& maps, const BackwardParams& params,
+                                const attn::VariantParams& variant_params) {
   enum Role : int { kCopies, kConsumersFrom };
   extern __shared__ std::uint8_t dynamic_smem[];
   using Storage = PairedStorage<Config>;
@@ -300,7 +300,7 @@ template <class Config, MaskKind kMask, SumKind kSum>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_paired(const __grid_constant__ BackwardMaps maps,
                     const __grid_constant__ BackwardParams params) {
-  paired<Config, kMask, kSum, attn::GradHooks{}>(maps, params, attn::VariantParams{});
+  paired_body<Config, kMask, kSum, attn::GradHooks{}>(maps, params, attn::VariantParams{});
 }
 
 }  // namespace pantile::hopper

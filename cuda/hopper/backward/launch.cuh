@@ -13,14 +13,18 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "core/dropout.h"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "hopper/backward/kernel_paired.cuh"
 #include "hopper/backward/kernel_pipeline.cuh"
+#include "hopper/backward/variant.h"
 #include "hopper/backward/workspace.h"
 #include "hopper/row_kernels.h"
 #include "hopper/sequence_map.h"
+#include "hopper/variant.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
 
@@ -31,7 +35,9 @@ class BackwardCall {
  public:
   BackwardCall(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
                cudaStream_t stream)
-      : problem_(plan.problem),
+      : plan_(plan),
+        hooks_(variant_hooks(plan.problem)),
+        problem_(plan.problem),
         forward_(plan.problem.forward),
         tensors_(tensors),
         offsets_(backward_workspace(plan.problem, plan.kernel->head_dim)),
@@ -51,8 +57,9 @@ class BackwardCall {
 
   template <class Config, MaskKind kMask, SumKind kSum>
   Status run() const {
-    Status status;
-    if (kSum == SumKind::integer && key_work_ > 0) {
+    Status status = clear_variant_gradients(problem_, tensors_, at<float>(offsets_.slope_parts),
+                                            offsets_, stream_);
+    if (status.ok() && kSum == SumKind::integer && key_work_ > 0) {
       status = bound_keys<Config>();
     }
     if (status.ok()) {
@@ -73,7 +80,7 @@ class BackwardCall {
         status = finish<Config, kSum>(true);
       }
     }
-    return status;
+    return status.ok() ? finish_variant_gradients() : status;
   }
 
  private:
@@ -119,13 +126,17 @@ class BackwardCall {
     pass.window_right = mask_.right;
     pass.tile_floats = dq_tile_floats_;
     pass.scale = forward_.scale;
+    pass.delta_factor = 1.0f / core::dropout_scale(forward_.variant.dropout);
+    pass.capped_lse = forward_.variant.softcap > 0.0f;
+    pass.sinks = forward_.variant.has_sinks ? tensors_.forward.variant.sinks : nullptr;
     pass.dq_sum = at<float>(offsets_.dq_sum);
     pass.lse_terms = at<uint4>(offsets_.lse_terms);
     pass.delta_terms = at<uint4>(offsets_.delta_terms);
     const bool integer = sum == SumKind::integer;
     pass.key_bounds = integer ? at<core::KeyBounds>(offsets_.key_bounds) : nullptr;
     pass.measured = integer ? at<int>(offsets_.measured) : nullptr;
-    const bool leak = problem_.has_o_low;
+    // Behind a softcap, rows of what dQ is made of do not sum to a known number.
+    const bool leak = problem_.has_o_low && !pass.capped_lse;
     pass.key_means = leak ? at<float>(offsets_.key_means) : nullptr;
     pass.large_means = leak ? at<int>(offsets_.large_means) : nullptr;
     pass.row_sums = leak ? at<float>(offsets_.row_sums) : nullptr;
@@ -293,19 +304,64 @@ class BackwardCall {
     if (!status.ok()) {
       return status;
     }
-    const BackwardParams params = main_params<kMask>(kSum, repeats);
+    BackwardParams params = main_params<kMask>(kSum, repeats);
     static cuda::PreparedDevices prepared{0};
     cuda::Launch how = launch_of(main_blocks_, Config::kThreads);
     how.prepared = &prepared;
     how.device = device_;
+    how.shared_bytes = kStorageBytes<Storage<Config>>;
     constexpr const char* kName = "the main backward kernel";
+    if (hooks_.any()) {
+      static VariantKernels kernels;
+      const jit::Kernel* kernel = nullptr;
+      status = kernels.find(plan_, kSum == SumKind::integer ? 1 : 0, stream_, &kernel);
+      if (!status.ok()) {
+        return status;
+      }
+      how.prepared = &kernel->prepared;
+      attn::VariantParams variant =
+          backward_variant_params(problem_, tensors_, at<float>(offsets_.slope_parts), offsets_);
+      void* pointers[] = {&maps, &params, &variant};
+      return cuda::launch(kName, how, kernel->handle, pointers);
+    }
     if constexpr (Config::kTileK == 128) {
-      how.shared_bytes = kStorageBytes<PairedStorage<Config>>;
       return cuda::launch(kName, how, backward_paired<Config, kMask, kSum>, maps, params);
     } else {
-      how.shared_bytes = kStorageBytes<PipelineStorage<Config>>;
       return cuda::launch(kName, how, backward_pipeline<Config, kMask, kSum>, maps, params);
     }
+  }
+
+  // ---- gradients of the variant's tensors
+
+  Status finish_variant_gradients() const {
+    Status status;
+    if (problem_.wants_grad_sinks) {
+      common::SinkParams params;
+      params.pass = row_pass(SumKind::floating);
+      params.lse = tensors_.forward.lse;
+      params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
+      params.lse_head_stride = lse_head_stride();
+      params.lse_batch_stride = lse_batch_stride();
+      params.keep_scale = core::dropout_scale(forward_.variant.dropout);
+      params.grad_sinks = tensors_.variant.sinks;
+      status = launch_sum_sinks(
+          launch_of(static_cast<int>(forward_.heads_q), common::kVariantThreads), params);
+    }
+    if (status.ok() && problem_.wants_grad_alibi) {
+      common::SlopeParams params;
+      params.parts = at<float>(offsets_.slope_parts);
+      params.key_tiles = key_tiles_;
+      params.tiles = static_cast<int>(offsets_.key_tile_count);
+      params.parts_per_tile = kSlopeParts;
+      params.heads = static_cast<int>(forward_.heads_q);
+      params.batch = static_cast<int>(forward_.batch);
+      params.by_batch = forward_.variant.alibi_by_batch;
+      params.keep_scale = core::dropout_scale(forward_.variant.dropout);
+      params.grad_slopes = tensors_.variant.alibi_slopes;
+      const int slopes = params.heads * (params.by_batch ? params.batch : 1);
+      status = launch_sum_slopes(launch_of(slopes, common::kVariantThreads), params);
+    }
+    return status;
   }
 
   template <class Config, SumKind kSum>
@@ -321,6 +377,7 @@ class BackwardCall {
     params.head_dim = static_cast<int>(forward_.head_dim);
     params.tile_k = Config::kTileK;
     params.rows_split = Config::kTileQ == 128;
+    params.grad_scale = forward_.scale * core::dropout_scale(forward_.variant.dropout);
     params.lse = tensors_.forward.lse;
     params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
     params.lse_head_stride = lse_head_stride();
@@ -337,6 +394,12 @@ class BackwardCall {
     return {dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), 0, stream_};
   }
 
+  template <class Config>
+  using Storage =
+      std::conditional_t<Config::kTileK == 128, PairedStorage<Config>, PipelineStorage<Config>>;
+
+  const BackwardPlan& plan_;
+  const VariantHooks hooks_;
   const BackwardProblem& problem_;
   const ForwardProblem& forward_;
   const BackwardTensors& tensors_;

@@ -7,6 +7,7 @@
 #include "hopper/backward/params.cuh"
 #include "hopper/backward/storage.cuh"
 #include "hopper/backward/sum.cuh"
+#include "hopper/backward/variant_steps.cuh"
 #include "prim/matrix.cuh"
 #include "prim/registers.cuh"
 #include "prim/tma.cuh"
@@ -85,7 +86,7 @@ class PairedSteps {
     prim::wait(storage_.query.full[next_query_.stage], next_query_.parity);
     const int stage = next_query_.stage;
     issue_scores<!kHooks.softcap>(S_, k_, q_ + prim::descriptor_step(stage * sizeof(storage_.q[0])),
-                 lse_ + prim::descriptor_step(stage * sizeof(storage_.lse[0])));
+                                  lse_ + prim::descriptor_step(stage * sizeof(storage_.lse[0])));
     next_query_.advance();
   }
 
@@ -93,7 +94,7 @@ class PairedSteps {
     prim::wait(storage_.grad.full[next_grad_.stage], next_grad_.parity);
     const int stage = next_grad_.stage;
     issue_scores<true>(dP_, v_, grad_o_ + prim::descriptor_step(stage * sizeof(storage_.grad_o[0])),
-                 delta_ + prim::descriptor_step(stage * sizeof(storage_.delta[0])));
+                       delta_ + prim::descriptor_step(stage * sizeof(storage_.delta[0])));
     next_grad_.advance();
   }
 
@@ -177,7 +178,8 @@ class PairedSteps {
                          kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
     }
     if constexpr (kHooks.softcap) {
-      compute_capped_P();
+      capped_weights<kDType>(P_, S_, storage_.lse[query_stage()], variant_, variant_params_,
+                             place());
       return;
     }
     if constexpr (kHooks.adds()) {
@@ -202,7 +204,7 @@ class PairedSteps {
     if constexpr (kHooks.dropout) {
 #pragma unroll
       for (int k = 0; k < kSlices; ++k) {
-        drop_P(k);
+        variant_.drop(P_[k], k);
       }
     }
   }
@@ -210,6 +212,7 @@ class PairedSteps {
   // dS = P * dP goes to shared memory as [query][key]. At head dim 64 the packing of P is
   // interleaved: each slice of S is dead after it.
   PANTILE_DEVICE void compute_dS() {
+    const attn::TransposedPlace here = kVariant ? place() : attn::TransposedPlace{};
     const std::uint32_t to = dS_store_ + buffer_ * static_cast<int>(sizeof(storage_.dS[0]));
 #pragma unroll
     for (int k = 0; k < kSlices; ++k) {
@@ -217,7 +220,7 @@ class PairedSteps {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int at = 8 * k + 2 * r;
-        dS[r] = prim::pack<kDType>(score_gradient(at), score_gradient(at + 1));
+        dS[r] = prim::pack<kDType>(score_gradient(here, at), score_gradient(here, at + 1));
       }
       prim::store_matrix_x4_transposed(to + k * 2048, dS[0], dS[1], dS[2], dS[3]);
       if constexpr (kRowSplit && !kHooks.softcap) {
@@ -227,7 +230,7 @@ class PairedSteps {
         }
       }
       if constexpr (kRowSplit && kHooks.dropout) {
-        drop_P(k);
+        variant_.drop(P_[k], k);
       }
     }
     prim::fence_async_proxy();
@@ -370,71 +373,26 @@ class PairedSteps {
 
   // ---- variant
 
-  // Of the fragments of the tile at work. Worked out anew where it is used.
   PANTILE_DEVICE attn::TransposedPlace place() const {
-    const int thread = fresh_thread();
-    const int row = tile_ * kTileQ + 2 * (thread & 3);
-    const int key =
-        key_tile_->tile * Config::kTileK + warpgroup_ * 64 + thread / 32 * 16 + thread % 32 / 4;
-    const core::Mask& mask = key_tile_->mask;
-    return attn::TransposedPlace{
-        key_tile_->first_row + row, key_tile_->first_key + key, key_tile_->first_row + mask.rows,
-        key_tile_->first_key + mask.keys, key - row - mask.shift()};
+    return place_of<Config>(*key_tile_, tile_, warpgroup_);
   }
 
-  // P and P times the slope, from softcap's function in S.
-  PANTILE_DEVICE void compute_capped_P() {
-    const RowTerms<kTileQ>& terms = storage_.lse[query_stage()];
-    const int first = 2 * (fresh_thread() & 3);
-    float logits[kScores];
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const float lse_log2 = __uint_as_float(terms.row[attn::column_of(i) + first].x);
-      logits[i] = fmaf(S_[i], variant_params_.cap_log2, -lse_log2);
-    }
-    variant_.add_terms(variant_params_, place(), logits);
-#pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
-      const float left = prim::exp2_approx(logits[i]), right = prim::exp2_approx(logits[i + 1]);
-      P_[i / 8][i / 2 % 4] = prim::pack<kDType>(left, right);
-      S_[i] = left * fmaf(-S_[i], S_[i], 1.0f);
-      S_[i + 1] = right * fmaf(-S_[i + 1], S_[i + 1], 1.0f);
-    }
-  }
-
-  PANTILE_DEVICE void drop_P(int k) {
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      P_[k][r] &= variant_.kept_pair(k, r);
-    }
-  }
-
-  // dS of register i.
-  PANTILE_DEVICE float score_gradient(int i) {
+  // dS of register i, whose fragment lies at `at`.
+  PANTILE_DEVICE float score_gradient(const attn::TransposedPlace& at, int i) {
     float dP = dP_[i];
     if constexpr (kHooks.dropout) {
-      const RowTerms<kTileQ>& terms = storage_.delta[grad_stage()];
-      const int column = attn::column_of(i) + 2 * (fresh_thread() & 3);
-      dP = variant_.select(i, dP, __uint_as_float(terms.row[column].w));
+      dP = variant_.select(i, dP, minus_delta(storage_.delta[grad_stage()], i));
     }
     const float dS = dP * S_[i];
-    if constexpr (kHooks.grad_alibi || kHooks.grad_bias) {
-      variant_.note(variant_params_, place(), i, dS);
-    }
+    variant_.note(variant_params_, at, i, dS);
     return dS;
   }
 
   // All rows of a head are done.
   PANTILE_DEVICE void end_head() {
     if constexpr (kHooks.grad_alibi) {
-      const float sum = variant_.slope_sum();
-      const std::int64_t number = params_.key_tiles.first(key_tile_->batch) + key_tile_->tile;
-      const std::int64_t part =
-          (head_ * variant_params_.key_tile_count + number) * (4 * Config::kConsumers) +
-          4 * warpgroup_ + warp_;
-      if (lane_ == 0) {
-        variant_params_.grad_alibi_parts[part] = sum;
-      }
+      store_slope_part(variant_params_, params_, *key_tile_, head_, 4 * warpgroup_ + warp_,
+                       variant_.slope_sum());
     }
   }
 

@@ -5,6 +5,7 @@
 #include "hopper/backward/workspace.h"
 #include "hopper/device_rule.h"
 #include "hopper/plan.h"
+#include "hopper/variant.h"
 
 namespace pantile::hopper {
 namespace {
@@ -125,6 +126,9 @@ Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
   }
   if (status.ok()) {
     status = count_rule(problem, row.head_dim);
+  }
+  if (status.ok()) {
+    status = variant_rule(problem);
   }
   return status.ok() ? layout_rules(problem) : status;
 }

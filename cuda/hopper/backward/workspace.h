@@ -11,6 +11,9 @@
 
 namespace pantile::hopper {
 
+// Warps that sum dS times the distance, of a tile of keys.
+inline constexpr int kSlopeParts = 8;
+
 struct BackwardWorkspace {
   std::int64_t row_tile_count;  // numbers of row tiles, per query head
   // Byte offsets.
@@ -26,6 +29,10 @@ struct BackwardWorkspace {
   std::size_t key_bounds;  // core::KeyBounds [batch][heads_k]
   std::size_t zeroed_end;
   std::size_t row_max;  // uint32 [heads_q][row_tile_count * tile_q]
+  // Gradient of ALiBi's slopes only: float [heads_q][key_tile_count][kSlopeParts], zero when the
+  // main kernel starts.
+  std::int64_t key_tile_count;
+  std::size_t slope_parts;
   std::size_t bytes;
 };
 
@@ -82,6 +89,14 @@ constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem,
         static_cast<std::size_t>(forward.batch * forward.heads_k) * sizeof(core::KeyBounds);
     workspace.row_max = (workspace.zeroed_end + 15) / 16 * 16;
     workspace.bytes = workspace.row_max + terms / 4;
+  }
+  if (problem.wants_grad_alibi) {
+    workspace.key_tile_count = common::tile_numbers(
+        forward.packed_k, counted_keys(forward), forward.batch, backward_tile_k(kernel_head_dim));
+    workspace.slope_parts = (workspace.bytes + 15) / 16 * 16;
+    workspace.bytes = workspace.slope_parts +
+                      static_cast<std::size_t>(forward.heads_q * workspace.key_tile_count) *
+                          kSlopeParts * sizeof(float);
   }
   workspace.bytes = (workspace.bytes + kAlign - 1) / kAlign * kAlign;
   return workspace;

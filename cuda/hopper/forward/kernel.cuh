@@ -59,8 +59,8 @@ PANTILE_DEVICE void init_storage(ForwardStorage<kConfig>& s) {
 
 // The kernel, whose parameters are the launch's. Shape: a ForwardVariant.
 template <class Shape, DType kDType, class Variant>
-PANTILE_DEVICE void forward(const ForwardMaps& maps, const ForwardParams& params,
-                            const attn::VariantParams& variant_params) {
+PANTILE_DEVICE void forward_body(const ForwardMaps& maps, const ForwardParams& params,
+                                 const attn::VariantParams& variant_params) {
   constexpr ForwardConfig kConfig = Shape::kConfig;
   static_assert(32 * kGuardWarps == kUnusedRowThreads);
   static_assert(sizeof(ForwardStorage<kConfig>) + tile::kTileAlignment <= kConfig.shared_bytes());
@@ -111,7 +111,7 @@ template <class Shape, DType kDType>
 __global__ void __launch_bounds__(Shape::kConfig.threads(), 1)
     forward_kernel(const __grid_constant__ ForwardMaps maps,
                    const __grid_constant__ ForwardParams params) {
-  forward<Shape, kDType, attn::NoVariant>(maps, params, attn::VariantParams{});
+  forward_body<Shape, kDType, attn::NoVariant>(maps, params, attn::VariantParams{});
 }
 
 }  // namespace pantile::hopper

@@ -10,6 +10,7 @@
 #include "hopper/forward/kernel.cuh"
 #include "hopper/forward/order.h"
 #include "hopper/tensor_map.h"
+#include "hopper/variant.h"
 #include "pantile/plan.h"
 
 namespace pantile::hopper {
@@ -97,28 +98,54 @@ inline ForwardParams forward_params(const ForwardConfig& config, const ForwardPl
   return params;
 }
 
-template <class Variant, DType kDType>
-Status launch_forward_variant(const ForwardPlan& plan, const ForwardTensors& tensors,
-                              void* workspace, cudaStream_t stream) {
-  constexpr ForwardConfig kConfig = Variant::kConfig;
-  const auto kernel = forward_kernel<Variant, kDType>;
+// Launches a kernel of `config` whose tensors are those of a plan: `kernel` is the address of one
+// that is in the library, or the handle of one with hooks. It takes `variant`, if not null.
+inline Status launch_forward_kernel(const ForwardConfig& config, const void* kernel,
+                                    cuda::PreparedDevices& prepared, const ForwardPlan& plan,
+                                    const ForwardTensors& tensors,
+                                    const attn::VariantParams* variant, void* workspace,
+                                    cudaStream_t stream) {
   const int device = plan.device.device.index;
   const cuda::DeviceGuard guard(device);
   if (!guard.status().ok()) {
     return guard.status();
   }
   ForwardMaps maps;
-  const Status status = forward_maps(kConfig, plan.problem, tensors, &maps);
+  const Status status = forward_maps(config, plan.problem, tensors, &maps);
   if (!status.ok()) {
     return status;
   }
-  const ForwardParams params = forward_params(kConfig, plan, tensors, workspace);
-  static cuda::PreparedDevices prepared{0};
-  cuda::Launch how{dim3(static_cast<unsigned>(plan.blocks)), dim3(kConfig.threads()),
-                   kConfig.shared_bytes(), stream};
+  ForwardParams params = forward_params(config, plan, tensors, workspace);
+  cuda::Launch how{dim3(static_cast<unsigned>(plan.blocks)),
+                   dim3(static_cast<unsigned>(config.threads())), config.shared_bytes(), stream};
   how.prepared = &prepared;
   how.device = device;
-  return cuda::launch("launching the Hopper forward", how, kernel, maps, params);
+  void* pointers[] = {&maps, &params, const_cast<attn::VariantParams*>(variant)};
+  return cuda::launch("launching the Hopper forward", how, kernel, pointers);
+}
+
+template <class Shape, DType kDType>
+Status launch_forward_shape(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
+                            cudaStream_t stream) {
+  static cuda::PreparedDevices prepared{0};
+  const auto kernel = forward_kernel<Shape, kDType>;
+  return launch_forward_kernel(Shape::kConfig, reinterpret_cast<const void*>(kernel), prepared,
+                               plan, tensors, nullptr, workspace, stream);
+}
+
+// A kernel with hooks, compiled at its first use. `kernels`: those of the row, by their hooks.
+inline Status launch_forward_hooks(const ForwardShapes& shapes, const ForwardPlan& plan,
+                                   const ForwardTensors& tensors, void* workspace,
+                                   cudaStream_t stream, VariantKernels& kernels) {
+  const bool main = plan.tile_q == shapes.main.tile_q() && plan.tile_k == shapes.main.tile_k;
+  const jit::Kernel* kernel = nullptr;
+  const Status status = kernels.find(plan, main ? 0 : 1, stream, &kernel);
+  if (!status.ok()) {
+    return status;
+  }
+  const attn::VariantParams variant = variant_params(plan.problem, tensors.variant);
+  return launch_forward_kernel(main ? shapes.main : shapes.other, kernel->handle, kernel->prepared,
+                               plan, tensors, &variant, workspace, stream);
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
@@ -131,12 +158,16 @@ Status launch_forward(const ForwardPlan& plan, const ForwardTensors& tensors, vo
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   using Main = ForwardVariant<kHeadDim, kHeadDimV, kMask, false>;
   using Other = ForwardVariant<kHeadDim, kHeadDimV, kMask, true>;
+  if (variant_hooks(plan.problem).any()) {
+    static VariantKernels kernels;
+    return launch_forward_hooks(kShapes, plan, tensors, workspace, cuda_stream, kernels);
+  }
   if constexpr (kShapes.has_other) {
     if (plan.tile_q == Other::kConfig.tile_q() && plan.tile_k == Other::kConfig.tile_k) {
-      return launch_forward_variant<Other, kDType>(plan, tensors, workspace, cuda_stream);
+      return launch_forward_shape<Other, kDType>(plan, tensors, workspace, cuda_stream);
     }
   }
-  return launch_forward_variant<Main, kDType>(plan, tensors, workspace, cuda_stream);
+  return launch_forward_shape<Main, kDType>(plan, tensors, workspace, cuda_stream);
 }
 
 }  // namespace pantile::hopper

@@ -43,8 +43,8 @@ PANTILE_DEVICE bool store_fragment(std::uint32_t to, const float (&O)[kConfig.he
 }
 
 // All that finished rows still need while their last product runs: 1 / sum, the LSE and the largest
-// logit, `logit_scale` times what maxima were taken of. The thread's place is worked out anew, here and in store_float32: nothing more may stay in
-// registers over the loop.
+// logit, `logit_scale` times what maxima were taken of. The thread's place is worked out anew, here
+// and in store_float32: nothing more may stay in registers over the loop.
 template <int kCount>
 PANTILE_DEVICE void finish_rows(const ForwardParams& p, const TileInfo& done,
                                 const attn::OnlineSoftmax<kCount>& softmax, float logit_scale,

@@ -8,6 +8,7 @@
 #include "hopper/forward/order.h"
 #include "hopper/plan.h"
 #include "hopper/tensor_rules.h"
+#include "hopper/variant.h"
 
 namespace pantile::hopper {
 namespace {
@@ -64,6 +65,9 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
   if (status.ok()) {
     status = tensor_rules(problem);
   }
+  if (status.ok()) {
+    status = variant_rule(problem);
+  }
   if (status.ok() && !forward_tiles_fit(problem, kRowsPerWarpgroup)) {
     status = Status::error(kUnsupported,
                            "has 32-bit tile numbers, and batch * heads_q * seqlen_q is too large");
@@ -79,7 +83,11 @@ void configure_forward(ForwardPlan* plan) {
   const KernelInfo& row = *plan->kernel;
   const ForwardProblem& p = plan->problem;
   const ForwardShapes shapes = forward_shapes(row.head_dim, row.head_dim_v, row.mask);
-  const bool other = shapes.has_other && prefers_other_shape(row.head_dim, p.seqlen_q, p.seqlen_k);
+  const VariantHooks hooks = variant_hooks(p);
+  // At head dims 80 and 96 the second shape has no registers for hooks.
+  const bool has_other = shapes.has_other && !(hooks.any() && row.head_dim > 64);
+  const bool other = needs_other_shape(hooks, row.head_dim) ||
+                     (has_other && prefers_other_shape(row.head_dim, p.seqlen_q, p.seqlen_k));
   const ForwardConfig& config = other ? shapes.other : shapes.main;
   plan->tile_q = config.tile_q();
   plan->tile_k = config.tile_k;

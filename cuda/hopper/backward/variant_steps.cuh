@@ -1,0 +1,67 @@
+// What the paired backward kernel does for variants between its products (attn/variant_grad.cuh).
+#pragma once
+
+#include "attn/variant_grad.cuh"
+#include "hopper/backward/fragment.cuh"
+#include "hopper/backward/params.cuh"
+#include "hopper/backward/storage.cuh"
+#include "prim/convert.cuh"
+#include "prim/math.cuh"
+
+namespace pantile::hopper {
+
+// Where a thread's fragment of tile `tile` of rows lies. Worked out anew where it is used: it would
+// cost registers that the accumulators need.
+template <class Config>
+PANTILE_DEVICE attn::TransposedPlace place_of(const KeyTile& key_tile, int tile, int warpgroup) {
+  const int thread = fresh_thread();
+  const int row = tile * Config::kTileQ + 2 * (thread & 3);
+  const int key =
+      key_tile.tile * Config::kTileK + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+  const core::Mask& mask = key_tile.mask;
+  return attn::TransposedPlace{key_tile.first_row + row, key_tile.first_key + key,
+                               key_tile.first_row + mask.rows, key_tile.first_key + mask.keys,
+                               key - row - mask.shift()};
+}
+
+// Softcap: from its function in S, the weights packed and, in S, weights times the slope.
+template <DType kDType, int kCount, class Variant, class Terms>
+PANTILE_DEVICE void capped_weights(std::uint32_t (&P)[kCount / 8][4], float (&S)[kCount],
+                                   const Terms& lse, const Variant& variant,
+                                   const attn::VariantParams& params,
+                                   const attn::TransposedPlace& at) {
+  const int first = 2 * (fresh_thread() & 3);
+  float logits[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float lse_log2 = __uint_as_float(lse.row[attn::column_of(i) + first].x);
+    logits[i] = fmaf(S[i], params.cap_log2, -lse_log2);
+  }
+  variant.add_terms(params, at, logits);
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    const float left = prim::exp2_approx(logits[i]), right = prim::exp2_approx(logits[i + 1]);
+    P[i / 8][i / 2 % 4] = prim::pack<kDType>(left, right);
+    S[i] = left * fmaf(-S[i], S[i], 1.0f);
+    S[i + 1] = right * fmaf(-S[i + 1], S[i + 1], 1.0f);
+  }
+}
+
+// Minus delta / keep_scale of the query of register i: dP of a weight that dropout removed.
+template <class Terms>
+PANTILE_DEVICE float minus_delta(const Terms& delta, int i) {
+  return __uint_as_float(delta.row[attn::column_of(i) + 2 * (fresh_thread() & 3)].w);
+}
+
+// The sum of a warp for the gradient of a head's slope.
+PANTILE_DEVICE void store_slope_part(const attn::VariantParams& variant,
+                                     const BackwardParams& params, const KeyTile& key_tile,
+                                     int head, int warp, float sum) {
+  constexpr int kWarps = 8;
+  if (prim::lane_index() == 0) {
+    const std::int64_t tile = params.key_tiles.first(key_tile.batch) + key_tile.tile;
+    variant.grad_alibi_parts[(head * variant.key_tile_count + tile) * kWarps + warp] = sum;
+  }
+}
+
+}  // namespace pantile::hopper
