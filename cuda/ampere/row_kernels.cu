@@ -14,6 +14,10 @@ Status launch_settle_units(const cuda::Launch& how, const SettleParams<kTileQ>& 
                       params);
 }
 
+Status launch_sum_slopes(const cuda::Launch& how, const common::SlopeParams& params) {
+  return cuda::launch("sum_slopes", how, common::sum_slopes<>, params);
+}
+
 template <int kTileQ>
 Status launch_sum_sink_gradients(const cuda::Launch& how, const SinkParams& params) {
   return cuda::launch("sum_sink_gradients", how, sum_sink_gradients<kTileQ>, params);

@@ -9,6 +9,7 @@
 #include "ampere/config.h"
 #include "common/backward_key_bounds.cuh"
 #include "common/backward_settle.cuh"
+#include "common/backward_variant.cuh"
 #include "driver.h"
 #include "pantile/dtype.h"
 #include "pantile/status.h"
@@ -33,6 +34,8 @@ Status launch_bound_keys(const cuda::Launch& how, const common::KeyBoundsParams&
 
 template <int kTileQ>
 Status launch_settle_units(const cuda::Launch& how, const SettleParams<kTileQ>& params);
+
+Status launch_sum_slopes(const cuda::Launch& how, const common::SlopeParams& params);
 
 template <int kTileQ>
 Status launch_sum_sink_gradients(const cuda::Launch& how, const SinkParams& params);

@@ -52,6 +52,7 @@ struct BackwardWork {
 struct WholeSequences {
   int first_row, first_key;
   int rows, keys;
+  int key_tile;  // number of the block's tile (common/attended.h)
 };
 
 template <class Config>

@@ -190,6 +190,7 @@ jit::Request backward_request(const BackwardPlan& plan) {
   const KernelInfo& row = *plan.kernel;
   const VariantHooks hooks = variant_hooks(plan.problem.forward);
   const SharedClass shared = shared_class(plan.device.smem_optin_bytes);
+  const bool gradient = plan.problem.wants_grad_alibi;
   const bool behind = hooks.alibi && mask_kind(plan.problem.forward) != MaskKind::causal;
   const std::string text =
       "#include \"ampere/backward/kernel.cuh\"\n"
@@ -200,7 +201,8 @@ jit::Request backward_request(const BackwardPlan& plan) {
       text_of(hooks.softcap) +
       ";\n  hooks.exact = " + text_of(hooks.softcap && needs_exact_softcap(row.dtype)) +
       ";\n  hooks.alibi = " + text_of(hooks.alibi) + ";\n  hooks.behind = " + text_of(behind) +
-      ";\n  hooks.dropout = " + text_of(hooks.dropout) + ";\n  return hooks;\n}\n}\n";
+      ";\n  hooks.dropout = " + text_of(hooks.dropout) +
+      ";\n  hooks.grad_alibi = " + text_of(gradient) + ";\n  return hooks;\n}\n}\n";
   return request_of(row, hooks, "variant_backward_kernel", text, "hooks()", plan.device);
 }
 
@@ -214,9 +216,9 @@ Status VariantKernels::find(const ForwardPlan& plan, void* stream, const jit::Ke
 // Texts with ALiBi differ between a causal mask and another one.
 Status VariantKernels::find(const BackwardPlan& plan, void* stream, const jit::Kernel** kernel) {
   const VariantHooks hooks = variant_hooks(plan.problem.forward);
-  const int index =
-      index_of(hooks, shared_class(plan.device.smem_optin_bytes),
-               mask_kind(plan.problem.forward) == MaskKind::causal, false, plan.device);
+  const int index = index_of(hooks, shared_class(plan.device.smem_optin_bytes),
+                             mask_kind(plan.problem.forward) == MaskKind::causal,
+                             plan.problem.wants_grad_alibi, plan.device);
   return find_known(known_[index], plan, backward_request, stream, kernel);
 }
 

@@ -21,8 +21,10 @@ struct Area {
 };
 
 // What the kernels write to each array, in the order of the offsets.
-std::vector<Area> areas_of(const BackwardProblem& problem, int head_dim, int tile_q) {
-  const ampere::BackwardWorkspace w = ampere::backward_workspace(problem, head_dim, tile_q);
+std::vector<Area> areas_of(const BackwardProblem& problem, int head_dim,
+                           const ampere::BackwardTile& tile) {
+  const int tile_q = tile.tile_q;
+  const ampere::BackwardWorkspace w = ampere::backward_workspace(problem, head_dim, tile);
   const auto size = [](std::int64_t count, std::size_t bytes) {
     return static_cast<std::size_t>(count) * bytes;
   };
@@ -42,6 +44,10 @@ std::vector<Area> areas_of(const BackwardProblem& problem, int head_dim, int til
     areas.push_back({w.key_bounds, size(heads, sizeof(core::KeyBounds)), 4});
     areas.push_back({w.row_max, size(tiles * tile_q, 4), 4});
   }
+  if (problem.wants_grad_alibi) {
+    areas.push_back(
+        {w.slope_parts, size(w.key_tiles * problem.forward.heads_q * tile.warps(), 4), 4});
+  }
   areas.push_back({w.bytes, 0, 256});
   return areas;
 }
@@ -53,12 +59,13 @@ TEST(AmpereBackward, ArraysOfTheWorkspaceAreAlignedAndDoNotOverlap) {
   problem.forward.seqlen_q = 77;
   for (const int head_dim : kHeadDims) {
     for (const ampere::SharedClass shared : kClasses) {
-      const int tile_q = ampere::backward_tile(head_dim, shared).tile_q;
-      for (const int flags : {0, 1, 2, 3}) {
+      const ampere::BackwardTile tile = ampere::backward_tile(head_dim, shared);
+      for (int flags = 0; flags < 8; ++flags) {
         problem.has_o_low = (flags & 1) != 0;
         problem.deterministic = (flags & 2) != 0;
+        problem.wants_grad_alibi = (flags & 4) != 0;
         std::size_t end = 0;
-        for (const Area& area : areas_of(problem, head_dim, tile_q)) {
+        for (const Area& area : areas_of(problem, head_dim, tile)) {
           EXPECT_GE(area.begin, end) << head_dim << " " << flags;
           EXPECT_EQ(area.begin % area.align, 0u) << head_dim << " " << flags;
           end = area.begin + area.bytes;
@@ -72,12 +79,13 @@ TEST(AmpereBackward, WorkspaceIsLinearInTheRows) {
   BackwardProblem problem = backward_problem();
   problem.has_o_low = true;
   for (const int head_dim : kHeadDims) {
+    const ampere::BackwardTile tile = ampere::backward_tile(head_dim, kClasses[1]);
     for (const bool deterministic : {false, true}) {
       problem.deterministic = deterministic;
       problem.forward.seqlen_q = 4096;
-      const std::size_t once = ampere::backward_workspace(problem, head_dim, 64).bytes;
+      const std::size_t once = ampere::backward_workspace(problem, head_dim, tile).bytes;
       problem.forward.seqlen_q = 8192;
-      const std::size_t twice = ampere::backward_workspace(problem, head_dim, 64).bytes;
+      const std::size_t twice = ampere::backward_workspace(problem, head_dim, tile).bytes;
       EXPECT_LE(twice, 2 * once) << head_dim;
       EXPECT_GT(twice, 2 * once - 65536) << head_dim;
     }

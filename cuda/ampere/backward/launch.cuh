@@ -39,7 +39,9 @@ class BackwardCall {
         problem_(plan.problem),
         forward_(plan.problem.forward),
         tensors_(tensors),
-        offsets_(backward_workspace(plan.problem, plan.kernel->head_dim, plan.tile_q)),
+        offsets_(backward_workspace(
+            plan.problem, plan.kernel->head_dim,
+            backward_tile(plan.kernel->head_dim, shared_class(plan.device.smem_optin_bytes)))),
         workspace_(static_cast<std::uint8_t*>(workspace)),
         kernels_(kernels),
         stream_(stream),
@@ -62,6 +64,11 @@ class BackwardCall {
                             launch_of(params.key_mean_blocks + row_blocks, kRowThreads),
                             prepare_rows<Config, kDType>, params);
     }
+    if (status.ok() && problem_.wants_grad_alibi) {
+      status = cuda::check(cudaMemsetAsync(at<void>(offsets_.slope_parts), 0,
+                                           slope_bytes(Config::kThreads), stream_),
+                           "cudaMemsetAsync");
+    }
     if (status.ok() && problem_.wants_grad_sinks) {
       status = launch_sum_sink_gradients<Config::kTileQ>(
           launch_of(static_cast<int>(forward_.heads_q), kSinkThreads), sink_params());
@@ -75,6 +82,9 @@ class BackwardCall {
     if (status.ok() && has_rows) {
       status = cuda::launch("ampere finish_rows", launch_of(row_blocks, kRowThreads),
                             finish_rows<Config, kDType>, finish_params());
+    }
+    if (status.ok() && problem_.wants_grad_alibi) {
+      status = sum_slopes(Config::kTileK, Config::kThreads / 32);
     }
     return status;
   }
@@ -251,11 +261,39 @@ class BackwardCall {
     }
     BackwardParams params = main_params(repeats);
     attn::VariantParams variant = backward_variant_params(forward_, tensors_.forward.variant);
+    variant.grad_alibi_parts = at<float>(offsets_.slope_parts);
+    variant.key_tile_count = offsets_.key_tiles;
     void* pointers[] = {&params, &variant};
     return cuda::launch(
         "ampere backward with a variant",
         ampere::launch_of(plan_, plan_.blocks, threads, bytes, stream_, &kernel->prepared),
         kernel->handle, pointers);
+  }
+
+  std::size_t slope_bytes(int threads) const {
+    return static_cast<std::size_t>(offsets_.key_tiles * forward_.heads_q * (threads / 32)) * 4;
+  }
+
+  Status sum_slopes(int tile_k, int warps) const {
+    common::SlopeParams params;
+    params.parts = at<float>(offsets_.slope_parts);
+    params.key_tiles = key_tile_numbers(tile_k);
+    params.tiles = static_cast<int>(offsets_.key_tiles);
+    params.parts_per_tile = warps;
+    params.heads = static_cast<int>(forward_.heads_q);
+    params.batch = static_cast<int>(forward_.batch);
+    params.by_batch = forward_.variant.alibi_by_batch;
+    params.keep_scale = keep_scale(forward_);
+    params.grad_slopes = tensors_.variant.alibi_slopes;
+    const int slopes = params.heads * (params.by_batch ? params.batch : 1);
+    return launch_sum_slopes(launch_of(slopes, common::kVariantThreads), params);
+  }
+
+  common::TileNumbers key_tile_numbers(int tile_k) const {
+    return common::TileNumbers{
+        tile_k, static_cast<int>(forward_.batch),
+        static_cast<int>(core::ceil_div<std::int64_t>(forward_.seqlen_k, tile_k)),
+        keys_.cu_seqlens};
   }
 
   template <DType kDType>
@@ -264,10 +302,7 @@ class BackwardCall {
     params.queries = queries_;
     params.keys = keys_;
     const std::int64_t counted = forward_.packed_k ? forward_.total_k : forward_.seqlen_k;
-    params.key_tiles = common::TileNumbers{
-        plan_.tile_k, static_cast<int>(forward_.batch),
-        static_cast<int>(core::ceil_div<std::int64_t>(forward_.seqlen_k, plan_.tile_k)),
-        keys_.cu_seqlens};
+    params.key_tiles = key_tile_numbers(plan_.tile_k);
     params.heads_k = static_cast<int>(forward_.heads_k);
     params.window_left = mask_.left;
     params.window_right = mask_.right;

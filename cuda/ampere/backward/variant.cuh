@@ -25,7 +25,9 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
   using Scores = typename Block::Scores;
   static constexpr int kKeyTiles = Config::kWarpKeys / 16;
   static constexpr int kRowTiles = Config::kWarpRows / 8;
-  static_assert(kHooks.any() && !kHooks.grad_alibi && !kHooks.grad_bias);
+  static_assert(kHooks.any() && !kHooks.grad_bias);
+  static_assert(!kHooks.grad_alibi || !kHooks.softcap,
+                "dS without the slope of softcap is not kept");
   static_assert(!kHooks.dropout || Config::kWarpRows % 32 == 0);
 
  public:
@@ -36,8 +38,12 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
       : Block(params, storage), variant_params_(variant_params) {
     if (threadIdx.x == 0) {  // read behind the barrier of the first step
       const KeyBlock block = Keys::locate(params, static_cast<int>(blockIdx.x));
-      storage.whole = WholeSequences{block.part.first_row, block.part.first_key,
-                                     block.queries.length, block.keys.length};
+      const common::TileNumbers tiles{Config::kTileK, 0,
+                                      core::ceil_div(params.keys.max_length, Config::kTileK),
+                                      params.keys.cu_seqlens};
+      storage.whole =
+          WholeSequences{block.part.first_row, block.part.first_key, block.queries.length,
+                         block.keys.length, tiles.first(block.queries.batch) + block.tile};
     }
   }
 
@@ -77,7 +83,11 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
     }
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
-      score_gradients(dp[m], s[m], m, terms[1] + first_row);
+      score_gradients(dp[m], s[m], m, row, terms[1] + first_row);
+    }
+    if constexpr (kHooks.grad_alibi) {
+      const bool first_pass = Config::kSharesWeights || first_row == 0;
+      add_slope_sums(step.head, first_pass && step.tile == this->work().rows.visit.begin);
     }
     pack(grad_s, dp);
     if constexpr (kHooks.dropout) {
@@ -170,8 +180,8 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
   }
 
   // dP to dS, in place.
-  PANTILE_DEVICE void score_gradients(Fragment& dp, const Fragment& s, int m,
-                                      const float* minus_delta) const {
+  PANTILE_DEVICE void score_gradients(Fragment& dp, const Fragment& s, int m, int row,
+                                      const float* minus_delta) {
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
       const float2 minus = kHooks.dropout ? row_terms(minus_delta, j) : float2{};
@@ -182,7 +192,27 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
           kept = variant_[m].select(4 * j + c, kept, c % 2 == 0 ? minus.x : minus.y);
         }
         dp[j][c] = s[j][c] * kept;
+        if constexpr (kHooks.grad_alibi) {
+          variant_[m].note(variant_params_, place(m, row), 4 * j + c, dp[j][c]);
+        }
       }
+    }
+  }
+
+  // The sums of dS times the distance over a step, to those of the warp, tile of keys and head.
+  PANTILE_DEVICE void add_slope_sums(int head, bool is_first) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+      sum += variant_[m].slope_sum();
+    }
+    const BackwardPlace<Config> thread;
+    if (thread.lane == 0) {
+      float* const part = variant_params_.grad_alibi_parts +
+                          (head * variant_params_.key_tile_count + this->storage_.whole.key_tile) *
+                              (Config::kThreads / 32) +
+                          thread.warp;
+      *part = is_first ? sum : *part + sum;
     }
   }
 

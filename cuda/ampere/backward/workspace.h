@@ -25,6 +25,9 @@ struct BackwardWorkspace {
   std::size_t key_bounds;  // core::KeyBounds [batch][heads_k]
   std::size_t zeroed_end;
   std::size_t row_max;  // uint32 [heads_q][row_tiles * tile_q]
+  // With wants_grad_alibi only: fp32 [heads_q][key_tiles][warps], parts of the slopes' gradients.
+  std::int64_t key_tiles;  // numbers of tiles of keys
+  std::size_t slope_parts;
   std::size_t bytes;
 };
 
@@ -40,7 +43,8 @@ constexpr std::size_t backward_workspace_bytes_f32(const ForwardProblem& p) {
 }
 
 constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem, int kernel_head_dim,
-                                               int tile_q) {
+                                               const BackwardTile& tile) {
+  const int tile_q = tile.tile_q;
   constexpr std::size_t kAlign = 256;
   const ForwardProblem& p = problem.forward;
   BackwardWorkspace workspace{};
@@ -69,6 +73,13 @@ constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem, i
                            static_cast<std::size_t>(p.batch * p.heads_k) * sizeof(core::KeyBounds);
     workspace.row_max = (workspace.zeroed_end + 15) / 16 * 16;
     workspace.bytes = workspace.row_max + rows * 4;
+  }
+  if (problem.wants_grad_alibi) {
+    workspace.key_tiles =
+        common::tile_numbers(p.packed_k, p.packed_k ? p.total_k : p.seqlen_k, p.batch, tile.tile_k);
+    workspace.slope_parts = (workspace.bytes + 15) / 16 * 16;
+    workspace.bytes = workspace.slope_parts +
+                      static_cast<std::size_t>(workspace.key_tiles * p.heads_q * tile.warps()) * 4;
   }
   workspace.bytes = (workspace.bytes + kAlign - 1) / kAlign * kAlign;
   return workspace;
