@@ -46,7 +46,7 @@ test-cpp:  ## C++ tests and the find_package projects (after make build)
 
 .PHONY: test-python
 test-python:  ## Python tests; those marked gpu are skipped without one (after make build)
-	$(PY) -m pytest $(if $(filter 0,$(HAS_GPU)),-n auto)
+	$(PY) -m pytest $(if $(filter 0,$(HAS_GPU)),-n auto --dist worksteal)
 
 .PHONY: report
 report:  ## registers, spills, advisories and hot-loop schedules against tools/kernel_budget.json
@@ -80,8 +80,8 @@ sanitize: $(VENV)/ready  ## the C++ tests under the address, undefined-behaviour
 	done
 
 .PHONY: clang
-clang:  ## the C++ library without CUDA by clang, every warning an error
-	cmake -S . -B build/clang -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Release \
+clang:  ## the C++ library without CUDA by clang, every warning an error; not optimised, to be quick
+	cmake -S . -B build/clang -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Debug \
 	  -DPANTILE_CUDA=OFF -DPANTILE_WERROR=ON -DPANTILE_TESTS=OFF
 	cmake --build build/clang
 

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import torch
 from pantile.bench import figures, measure
 
 MARK = "spin_kernel"  # of torch.cuda._sleep
@@ -98,8 +99,6 @@ def collect(names: list[str], metrics: list[str]) -> tuple[dict[str, list[dict]]
 
 def run_cases(prepare: Callable[[str], Callable[[], object] | str]) -> None:
     """In the process under ncu: `prepare(name)` gives the call to measure, or why there is none."""
-    import torch
-
     cudart = torch.cuda.cudart()
     for name in json.loads(os.environ[CHILD]):
         call = prepare(name)
@@ -135,8 +134,6 @@ def report(
     if CHILD in os.environ:
         run_cases(prepare)
         sys.exit()
-    import torch
-
     if not torch.cuda.is_available():
         sys.exit("this reads the counters of a CUDA GPU, and there is none")
     started = time.perf_counter()

@@ -34,13 +34,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from unittest import mock
 
 import pantile
 import torch
 from accuracy_cases import DTYPES, GRADIENT_LAWS, LAWS, Case, Tensors, draw, errors, exact
 from accuracy_fp8 import FP8_METHODS, fp8_pantile
-from pantile.bench import figures, measure
+from pantile import reference
+from pantile.bench import figures, measure, peers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests/golden/accuracy.json"
@@ -80,8 +83,6 @@ def run_rounded(case: Case, inputs: Tensors, backward: bool) -> Tensors:
 
 
 def run_sdpa(backend, case: Case, inputs: Tensors, backward: bool) -> Tensors:
-    from torch.nn.attention import sdpa_kernel
-
     def forward(*leaves):
         with sdpa_kernel(backend):
             o = torch.nn.functional.scaled_dot_product_attention(
@@ -94,8 +95,6 @@ def run_sdpa(backend, case: Case, inputs: Tensors, backward: bool) -> Tensors:
 
 def run_textbook(case: Case, inputs: Tensors, backward: bool) -> Tensors:
     """Every step in the case's dtype, as a program of framework operations does it."""
-    from pantile import reference
-
     if case.length > MOST_TEXTBOOK:
         raise RuntimeError("the score matrix is too large")
 
@@ -107,8 +106,6 @@ def run_textbook(case: Case, inputs: Tensors, backward: bool) -> Tensors:
 
 
 def run_fa3(case: Case, inputs: Tensors, backward: bool) -> Tensors:
-    from pantile.bench import peers
-
     q, k, v = (inputs[n].to(DTYPES[case.dtype]) for n in ("q", "k", "v"))
     settings = {"softmax_scale": case.head_dim**-0.5, "is_causal": case.causal}
     return {"o": peers.fa3_operators().fwd(q, k, v, **settings)[0]}
@@ -118,10 +115,6 @@ Method = Callable[[Case, Tensors, bool], Tensors]
 
 
 def implementations(device: str, rounded: bool = False) -> dict[str, Method]:
-    from functools import partial
-
-    from torch.nn.attention import SDPBackend
-
     if device == "cpu":
         return {
             "pantile cpu": partial(run_pantile, "cpu"),
@@ -152,7 +145,7 @@ def measure_case(
         try:
             row["errors"] = errors(function(case, inputs, backward), truth)
         except Exception as error:  # peers raise types of their own; each is named in its row
-            row["absent"] = (str(error).splitlines() or [repr(error)])[0]
+            row["absent"] = peers.first_line(error)
         yield row
 
 

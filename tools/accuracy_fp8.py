@@ -7,6 +7,7 @@ import math
 import pantile
 import torch
 from accuracy_cases import DTYPES, Case, Tensors, exact
+from pantile.bench import cases, cudnn_fp8, peers
 from pantile.bench.peers import FP8
 
 
@@ -58,8 +59,6 @@ def fp8_baseline(case: Case, inputs: Tensors) -> torch.Tensor:
 
 def fp8_fa3(case: Case, inputs: Tensors) -> torch.Tensor:
     """One scale per batch and head, the finest that FlashAttention-3 takes."""
-    from pantile.bench import peers
-
     operands, scales = [], {}
     for name in ("q", "k", "v"):
         x = inputs[name]
@@ -73,9 +72,6 @@ def fp8_fa3(case: Case, inputs: Tensors) -> torch.Tensor:
 
 def fp8_cudnn(case: Case, inputs: Tensors) -> torch.Tensor:
     """One scale per tensor, also for O, which comes back in e4m3."""
-    from pantile.bench import cases, cudnn_fp8
-    from pantile.bench.peers import Problem
-
     operands, scales = [], {}
     for name in ("q", "k", "v"):
         scale = inputs[name].abs().amax() / 448
@@ -86,7 +82,7 @@ def fp8_cudnn(case: Case, inputs: Tensors) -> torch.Tensor:
     scales |= {"scale_s": one * 448, "descale_s": one / 448}
     scales["scale_o"] = (448 / largest).reshape(1, 1, 1, 1)
     shape = (case.batch, case.heads, case.heads, case.head_dim, case.length, case.causal)
-    problem = Problem(
+    problem = peers.Problem(
         cases.Case(case.key, *shape), "forward", *operands, inputs["grad_o"].bfloat16(), None
     )
     return cudnn_fp8.forward(problem, scales).float() * (largest / 448)

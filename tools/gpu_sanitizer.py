@@ -27,7 +27,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import pantile
+import torch
 import verification
+from pantile import _direct
 
 DEVICE = "cuda"
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
@@ -70,8 +73,6 @@ FP8_DIMS = (64, 96, 128, 192, 256)
 
 def _draw(shape: Shape, head_dim: int, head_dim_v: int, dtype):
     """(q, k, v, arguments) on the GPU, from the host: no other kernel writes them."""
-    import torch
-
     if shape.lengths:
         totals = [sum(pair[side] for pair in shape.lengths) for side in (0, 1)]
         leading = [(total,) for total in totals]
@@ -91,17 +92,12 @@ def _draw(shape: Shape, head_dim: int, head_dim_v: int, dtype):
 
 
 def _attend(tensors, packing, shape: Shape, **more):
-    import pantile
-
     call = pantile.varlen_attention if packing else pantile.attention
     return call(*tensors, *packing, **shape.arguments, **more)
 
 
 def _both_passes(backend, dtype, dims, shape, precision="auto") -> Callable[[], None]:
     def run() -> None:
-        import pantile
-        import torch
-
         options = pantile.Options(backend=backend, float32_precision=precision)
         tensors, packing = _draw(shape, *dims, getattr(torch, dtype))
         _attend(tensors, packing, shape, options=options)  # without LSE
@@ -118,9 +114,6 @@ def _both_passes(backend, dtype, dims, shape, precision="auto") -> Callable[[], 
 
 def _fp8(dim: int, shape: Shape, exp: str, backend: str = "hopper") -> Callable[[], None]:
     def run() -> None:
-        import pantile
-        import torch
-
         options = pantile.Options(backend=backend, fp8_exp=exp)
         tensors, packing = _draw(shape, dim, dim, torch.bfloat16)
         for smooth_k in (False, True):
@@ -132,8 +125,6 @@ def _fp8(dim: int, shape: Shape, exp: str, backend: str = "hopper") -> Callable[
 
 def fp8_exps() -> tuple[str, ...]:
     """Those that this build has kernels for."""
-    import pantile
-
     return ("code", "mixed", "exp2") if pantile.build_info()["experiments"] else ("code", "exp2")
 
 
@@ -156,8 +147,6 @@ def cases(backend: str) -> Iterator[tuple[str, Callable[[], None]]]:
 def count_outputs_as_written() -> None:
     """initcheck does not see what TMA writes, and the backward reads O: new outputs are set to zero
     first. Workspaces are not."""
-    from pantile import _direct
-
     made = _direct._new_outputs
 
     def written(*arguments):
@@ -168,8 +157,6 @@ def count_outputs_as_written() -> None:
 
 
 def run_cases(backend: str, only: str) -> None:
-    import torch
-
     torch.manual_seed(0)
     for label, run in cases(backend):
         if re.search(only, label):

@@ -71,6 +71,9 @@ const char* feature_name(Feature feature) {
     case Feature::grad_alibi: return "gradient of ALiBi slopes";
     case Feature::grad_sinks: return "gradient of sinks";
     case Feature::grad_bias: return "gradient of bias";
+    case Feature::block_mask: return "block masks";
+    case Feature::element_mask: return "masks of elements";
+    case Feature::documents: return "document masks";
   }
   return "?";
 }

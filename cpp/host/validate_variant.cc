@@ -28,20 +28,20 @@ Status alibi_rule(const Variant& v) {
   return Status();
 }
 
-Status bias_stride_rule(const char* axis, std::int64_t stride, std::int64_t size) {
+Status stride_rule(const char* name, const char* axis, std::int64_t stride, std::int64_t size) {
   constexpr std::int64_t kMaxReach = std::int64_t{1} << 58;  // three axes stay within 63 bits
   if (size <= 1) {
     return Status();
   }
   if (stride < 0) {
-    return Status::error(kInvalid, "bias: stride along %s is %" PRId64 "; it must be 0 or more",
+    return Status::error(kInvalid, "%s: stride along %s is %" PRId64 "; it must be 0 or more", name,
                          axis, stride);
   }
   if (stride > kMaxReach / (size - 1)) {
     return Status::error(kInvalid,
-                         "bias: stride along %s is %" PRId64 "; with %" PRId64
+                         "%s: stride along %s is %" PRId64 "; with %" PRId64
                          " elements on that axis the tensor spans more than 2^58 elements",
-                         axis, stride, size);
+                         name, axis, stride, size);
   }
   return Status();
 }
@@ -63,9 +63,9 @@ Status bias_rule(const ForwardProblem& p) {
                          align, bytes);
   }
   return first_error({
-      bias_stride_rule("batch", v.bias.batch, p.batch),
-      bias_stride_rule("head", v.bias.head, p.heads_q),
-      bias_stride_rule("query", v.bias.query, p.seqlen_q),
+      stride_rule("bias", "batch", v.bias.batch, p.batch),
+      stride_rule("bias", "head", v.bias.head, p.heads_q),
+      stride_rule("bias", "query", v.bias.query, p.seqlen_q),
   });
 }
 
@@ -92,6 +92,30 @@ Status dropout_rule(const ForwardProblem& p) {
   });
 }
 
+Status mask_rule(const ForwardProblem& p) {
+  const Variant& v = p.variant;
+  if (v.has_block_mask + v.has_element_mask + v.has_documents > 1) {
+    return Status::error(kInvalid,
+                         "has_block_mask is %d, has_element_mask %d and has_documents %d; at most "
+                         "one must be true",
+                         v.has_block_mask, v.has_element_mask, v.has_documents);
+  }
+  if (v.has_block_mask ? v.mask_block_size != 64 && v.mask_block_size != 128
+                       : v.mask_block_size != 0) {
+    return Status::error(kInvalid, "mask_block_size is %d; it must be %s", v.mask_block_size,
+                         v.has_block_mask ? "64 or 128" : "0 without has_block_mask");
+  }
+  if (mask_form(v) == MaskForm::none) {
+    return Status();
+  }
+  return first_error({
+      stride_rule("mask", "batch", v.mask.batch, p.batch),
+      stride_rule("mask", "head", v.mask.head, p.heads_q),
+      stride_rule("mask", "query", v.mask.query, p.seqlen_q),
+      stride_rule("mask_keys", "batch", v.mask_keys, p.batch),
+  });
+}
+
 Status wanted_rule(const char* gradient, bool wanted, const char* tensor, bool has) {
   if (wanted && !has) {
     return Status::error(kInvalid, "%s is true; it must be false without %s", gradient, tensor);
@@ -99,7 +123,7 @@ Status wanted_rule(const char* gradient, bool wanted, const char* tensor, bool h
   return Status();
 }
 
-bool bias_is_empty(const ForwardProblem& p) {
+bool pairs_are_empty(const ForwardProblem& p) {
   return p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0;
 }
 
@@ -121,11 +145,24 @@ Status array_pointer(const char* name, const void* pointer, bool wanted, const c
   return status.ok() ? aligned_to(name, pointer, align) : status;
 }
 
+Status mask_pointers(const ForwardProblem& p, const VariantTensors& t) {
+  const Variant& v = p.variant;
+  const bool no_pairs = pairs_are_empty(p);
+  const bool bytes = v.has_block_mask || v.has_element_mask;
+  const char* because = v.has_element_mask ? "has_element_mask" : "has_block_mask";
+  constexpr int kId = sizeof(std::int32_t);
+  return first_error({
+      array_pointer("mask", t.mask, bytes, because, no_pairs, 1),
+      array_pointer("query_ids", t.query_ids, v.has_documents, "has_documents", no_pairs, kId),
+      array_pointer("key_ids", t.key_ids, v.has_documents, "has_documents", no_pairs, kId),
+  });
+}
+
 }  // namespace
 
 Status variant_rule(const ForwardProblem& p) {
-  return first_error(
-      {softcap_rule(p.variant), alibi_rule(p.variant), bias_rule(p), dropout_rule(p)});
+  return first_error({softcap_rule(p.variant), alibi_rule(p.variant), bias_rule(p), dropout_rule(p),
+                      mask_rule(p)});
 }
 
 Status variant_gradients_rule(const BackwardProblem& p) {
@@ -145,9 +182,10 @@ Status variant_pointers(const ForwardProblem& p, const VariantTensors& t) {
   Status status = first_error({
       array_pointer("alibi_slopes", t.alibi_slopes, v.has_alibi, "has_alibi", no_slopes, kFloat),
       array_pointer("sinks", t.sinks, v.has_sinks, "has_sinks", no_heads, kFloat),
-      array_pointer("bias", t.bias, v.has_bias, "has_bias", bias_is_empty(p),
+      array_pointer("bias", t.bias, v.has_bias, "has_bias", pairs_are_empty(p),
                     v.has_bias ? v.bias.base_align_bytes : 1),
       aligned_to("dropout_seed", t.dropout_seed, sizeof(std::int64_t)),
+      mask_pointers(p, t),
   });
   if (!status.ok()) {
     return status;
@@ -190,6 +228,15 @@ Variant canonical_variant(const ForwardProblem& p) {
   if (!v.has_bias) {
     v.bias = BiasLayout();
     v.bias_dtype = Variant().bias_dtype;
+  }
+  if (mask_form(v) == MaskForm::none) {
+    v.mask = MaskLayout();
+    v.mask_keys = 0;
+  }
+  if (v.has_documents) {
+    v.mask.head = v.mask.query = 0;
+  } else {
+    v.mask_keys = 0;
   }
   if (v.dropout == 0) {
     v.batch_offset = v.head_offset = v.query_offset = v.key_offset = 0;

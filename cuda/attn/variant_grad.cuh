@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attn/dropout.cuh"
 #include "attn/variant.cuh"
@@ -37,6 +38,7 @@ struct GradHooks {
 
   constexpr bool any() const { return softcap || alibi || bias || dropout; }
   constexpr bool adds() const { return alibi || bias; }
+  constexpr bool grads() const { return grad_alibi || grad_bias; }
 };
 
 // A hidden score behind Softcap: P vanishes, and P times the slope is still 0 and not NaN.
@@ -128,6 +130,21 @@ class GradVariant {
     P[3] &= kept_halves<3>(kept_[k][0], kept_[k][1]);
   }
 
+  // Packed weights of slice k, the two of each word swapped, with the sign bits of those set that
+  // are not kept.
+  PANTILE_DEVICE uint4 with_signs(int k, const uint4& words) const {
+    if constexpr (kHooks.dropout) {
+      constexpr std::uint32_t kSigns = 0x80008000u;
+      const std::uint32_t even = kept_[k][0], odd = kept_[k][1];
+      return make_uint4(words.x | (~kept_halves<0>(odd, even) & kSigns),
+                        words.y | (~kept_halves<1>(odd, even) & kSigns),
+                        words.z | (~kept_halves<2>(odd, even) & kSigns),
+                        words.w | (~kept_halves<3>(odd, even) & kSigns));
+    } else {
+      return words;
+    }
+  }
+
   // `kept` where element e is kept, else `dropped`.
   PANTILE_DEVICE float select(int e, float kept, float dropped) const {
     // The sign bit of byte e / 2 % 4, four times.
@@ -143,9 +160,10 @@ class GradVariant {
       grad_slope_ = fmaf(dS, fabsf(distance(at, e)), grad_slope_);
     }
     if constexpr (kHooks.grad_bias) {
-      const int row = at.row + column_of(e), key = at.key + 8 * key_of(e);
-      if (row < at.rows && key < at.keys) {
-        prim::global_add(p.grad_bias + grad_bias_ + row * p.grad_bias_query + key,
+      float* const first =
+          p.grad_bias + grad_bias_ + at.row * p.grad_bias_query + at.key;  // of the step
+      if (column_of(e) < at.rows - at.row && 8 * key_of(e) < at.keys - at.key) {
+        prim::global_add(first + column_of(e) * p.grad_bias_query + 8 * key_of(e),
                          dS * p.keep_scale);
       }
     }
@@ -167,24 +185,31 @@ class GradVariant {
     return static_cast<float>(at.distance) + static_cast<float>(8 * key_of(e) - column_of(e));
   }
 
+  // Rows past the end have P = 0, whatever is added, and so do keys, which read the last one.
   PANTILE_DEVICE void add_bias(const VariantParams& p, const TransposedPlace& at,
                                float (&logits)[kCount]) const {
-    constexpr bool kFloat = kHooks.bias_dtype == DType::f32;
+    using Element = std::conditional_t<kHooks.bias_dtype == DType::f32, float, std::uint16_t>;
+    const Element* line = static_cast<const Element*>(p.bias) + bias_ + at.row * p.bias_query +
+                          core::min_of(at.key, at.keys - 1);
+    const int other = core::min_of(8, core::max_of(at.keys - 1 - at.key, 0));
+    const int left = at.rows - at.row;
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      const int row = at.row + column_of(e), key = at.key + 8 * key_of(e);
-      float value = 0.0f;
-      if (row < at.rows && key < at.keys) {
-        const std::int64_t index = bias_ + row * p.bias_query + key;
-        if constexpr (kFloat) {
-          value = __ldg(static_cast<const float*>(p.bias) + index);
-        } else {
-          const std::uint32_t bits = __ldg(static_cast<const std::uint16_t*>(p.bias) + index);
-          value = prim::unpack<kHooks.bias_dtype>(bits).x;
+    for (int e = 0; e < kCount; e += 4) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const Element* const from = line + c * p.bias_query;
+        if (column_of(e + c) < left) {
+          logits[e + c] = fmaf(value_of(__ldg(from)), core::kLog2E, logits[e + c]);
+          logits[e + 2 + c] = fmaf(value_of(__ldg(from + other)), core::kLog2E, logits[e + 2 + c]);
         }
       }
-      logits[e] = fmaf(value, core::kLog2E, logits[e]);
+      line += 8 * p.bias_query;
     }
+  }
+
+  static PANTILE_DEVICE float value_of(float x) { return x; }
+  static PANTILE_DEVICE float value_of(std::uint16_t bits) {
+    return prim::unpack<kHooks.bias_dtype == DType::f32 ? DType::bf16 : kHooks.bias_dtype>(bits).x;
   }
 
   PANTILE_DEVICE void fetch_cells(std::uint32_t row, std::uint32_t key) {

@@ -106,7 +106,7 @@ constexpr const char* kClosing = "}  // namespace pantile::hopper\n";
 jit::Request request_of(const KernelInfo& row, const VariantHooks& hooks) {
   jit::Request request;
   request.name = std::string(row.name) + " " + variant_name(hooks);
-  request.entry = kVariantEntry;
+  request.entry = std::string("pantile::hopper::") + kVariantEntry;
   request.arch = 90;
   return request;
 }
@@ -209,7 +209,7 @@ jit::Request variant_request(const ForwardPlan& plan) {
       "using Shape = ForwardVariant<" + std::to_string(row.head_dim) + ", " +
       std::to_string(row.head_dim_v) + ", MaskKind::" + mask_kind_name(row.mask) + ", " +
       text_of(!main) + ">;\n" + "constexpr DType kDType = DType::" + dtype_name(row.dtype) + ";\n" +
-      "constexpr int kTileK = Shape::kConfig.tile_k;\n" +
+      "[[maybe_unused]] constexpr int kTileK = Shape::kConfig.tile_k;\n" +
       "using Variant = " + forward_type(row, hooks) + ";\n" +
       "extern \"C\" __global__ void __launch_bounds__(Shape::kConfig.threads(), 1)\n" +
       kVariantEntry + "(const __grid_constant__ ForwardMaps maps,\n" +

@@ -46,6 +46,7 @@ class Mutation:
 
 FILE_OF_SUITE = {
     "Blocked": "test_blocked.cc",
+    "Dropout": "test_dropout.cc",
     "Fragment": "test_fragment.cc",
     "Geometry": "test_geometry.cc",
     "Hadamard": "test_hadamard.cc",
@@ -64,6 +65,17 @@ FILE_OF_SUITE = {
 
 # header: (test, original, replacement)
 LISTED = {
+    "dropout.h": [
+        ("Dropout.PhiloxKnownAnswers", "round < 10", "round < 9"),
+        ("Dropout.PhiloxKnownAnswers", "counter.word[3] ^ key1", "counter.word[3] ^ key0"),
+        ("Dropout.ElementsHaveBytesOfTheirOwn", "row / 16 * 4 + row % 8 / 2", "row / 16 * 4"),
+        ("Dropout.ElementsHaveBytesOfTheirOwn", "2 * (row % 2) + key % 2", "2 * (row % 2)"),
+        ("Dropout.ElementsHaveBytesOfTheirOwn", "row / 8 % 2) + key / 8 % 2", "row / 8 % 2)"),
+        ("Dropout.KeysOfCallsDiffer", "seed ^ mixed ^ (mixed >> 31)", "seed"),
+        ("Dropout.ScaleAndThreshold", ">= static_cast<std::uint32_t>(dropped)", "> 0u"),
+        ("Dropout.ScaleAndThreshold", "256.0f / static_cast<float>(256 - dropped)", "1.0f"),
+        ("Dropout.BytesAreUniformAndIndependent", "0xD2511F53u", "0xD2511F00u"),
+    ],
     "integer_sum.h": [
         (
             "IntegerSum.SmallTermsAreRoundedToNearest",

@@ -235,7 +235,7 @@ TEST_P(Variants, AgreeWithTheReference) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Variants, ::testing::Values(DType::f32, DType::f16, DType::bf16),
-                         [](const auto& info) { return std::string(dtype_name(info.param)); });
+                         [](const auto& test) { return std::string(dtype_name(test.param)); });
 
 // tanh of the vector code, through scores that are softcap * tanh(s / softcap): LSE of a row with
 // one key is its score.

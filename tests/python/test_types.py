@@ -23,7 +23,8 @@ MISTAKES = {
 
 def _mypy() -> subprocess.CompletedProcess:
     """Strict, but the examples need not annotate every function of their own."""
-    pytest.importorskip("mypy")
+    if "PANTILE_CI" not in os.environ:  # there it is installed, and the test must not be skipped
+        pytest.importorskip("mypy")
     command = [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports"]
     command += ["--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-calls"]
     command += ["--config-file=", f"--cache-dir={os.devnull}", *map(str, [CALLS, *EXAMPLES])]

@@ -46,10 +46,19 @@ constexpr void of_fp8(Format& fp8, F&& f) {
   f("fp8", "smooth_k", smooth_k, Feature::smooth_k);
 }
 
+template <class L, class F>
+constexpr void of_mask(L& mask, F&& f) {
+  auto& [batch, head, query] = mask;
+  f("mask", "batch", batch, Feature::none);
+  f("mask", "head", head, Feature::none);
+  f("mask", "query", query, Feature::none);
+}
+
 template <class V, class F>
 constexpr void of_variant(V& variant, F&& f) {
   auto& [softcap, has_alibi, alibi_by_batch, has_sinks, has_bias, bias_dtype, bias, dropout,
-         batch_offset, head_offset, query_offset, key_offset] = variant;
+         batch_offset, head_offset, query_offset, key_offset, has_block_mask, has_element_mask,
+         has_documents, mask_block_size, mask, mask_keys] = variant;
   auto& [batch, head, query, base_align_bytes] = bias;
   f("variant", "softcap", softcap, Feature::softcap);
   f("variant", "has_alibi", has_alibi, Feature::alibi);
@@ -66,6 +75,12 @@ constexpr void of_variant(V& variant, F&& f) {
   f("variant", "head_offset", head_offset, Feature::none);
   f("variant", "query_offset", query_offset, Feature::none);
   f("variant", "key_offset", key_offset, Feature::none);
+  f("variant", "has_block_mask", has_block_mask, Feature::block_mask);
+  f("variant", "has_element_mask", has_element_mask, Feature::element_mask);
+  f("variant", "has_documents", has_documents, Feature::documents);
+  f("variant", "mask_block_size", mask_block_size, Feature::none);
+  of_mask(mask, f);
+  f("variant", "mask_keys", mask_keys, Feature::none);
 }
 
 template <class P, class F>

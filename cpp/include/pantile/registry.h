@@ -38,8 +38,11 @@ enum class Feature : std::uint8_t {
   grad_alibi,
   grad_sinks,
   grad_bias,
+  block_mask,
+  element_mask,
+  documents,
 };
-inline constexpr int kFeatureCount = static_cast<int>(Feature::grad_bias) + 1;
+inline constexpr int kFeatureCount = static_cast<int>(Feature::documents) + 1;
 
 class FeatureSet {
  public:

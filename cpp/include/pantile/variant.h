@@ -5,7 +5,7 @@
 //   s = softcap * tanh(s / softcap)
 //   s = s - alibi_slopes[h] * |i + Sk - Sq - j|
 //   s = s + bias[b, h, i, j]
-//   mask
+//   mask: the window, and with it the mask below
 //   P = exp(s) / (sum over visible keys of exp(s) + exp(sinks[h]))
 //   P = kept ? P * 256 / (256 - dropped) : 0                                      (dropout)
 //   O = P V
@@ -28,6 +28,22 @@ struct BiasLayout {
   int base_align_bytes = 16;  // a power of two that divides the address
 };
 
+// A mask beside the window: a pair is visible when both show it.
+//   blocks     one byte for block_size queries x block_size keys, not 0: visible.
+//              [batch, heads_q, ceil(seqlen_q / block_size), ceil(seqlen_k / block_size)]
+//   elements   one byte for each pair, not 0: visible. [batch, heads_q, seqlen_q, seqlen_k]
+//   documents  ids, int32, of queries [batch, seqlen_q] and of keys [batch, seqlen_k]: visible
+//              where they are equal, in any order
+enum class MaskForm : std::uint8_t { none = 0, blocks, elements, documents };
+
+// Distances in elements; 0 along an axis that shares the mask. `query` is between rows of blocks or
+// of bytes; documents have neither it nor heads. Keys are contiguous.
+struct MaskLayout {
+  std::int64_t batch = 0;
+  std::int64_t head = 0;
+  std::int64_t query = 0;
+};
+
 // Off, all of it, by default: plain attention.
 struct Variant {
   float softcap = 0.0f;    // 0: none; else positive
@@ -46,14 +62,32 @@ struct Variant {
   std::int64_t head_offset = 0;
   std::int64_t query_offset = 0;
   std::int64_t key_offset = 0;
+
+  // Each form has a flag, and at most one is set.
+  bool has_block_mask = false;
+  bool has_element_mask = false;
+  bool has_documents = false;
+  int mask_block_size = 0;     // of blocks: 64 or 128; else 0
+  MaskLayout mask;             // of blocks, of bytes, or of the ids of queries
+  std::int64_t mask_keys = 0;  // documents: between the ids of keys of two sequences
 };
+
+constexpr MaskForm mask_form(const Variant& variant) {
+  return variant.has_block_mask     ? MaskForm::blocks
+         : variant.has_element_mask ? MaskForm::elements
+         : variant.has_documents    ? MaskForm::documents
+                                    : MaskForm::none;
+}
 
 struct VariantTensors {
   const float* alibi_slopes = nullptr;  // null unless has_alibi
   const float* sinks = nullptr;         // null unless has_sinks
   const void* bias = nullptr;           // null unless has_bias
   const std::int64_t* dropout_seed =
-      nullptr;  // {seed, offset}, on the device; null without dropout
+      nullptr;                              // {seed, offset}, on the device; null without dropout
+  const std::uint8_t* mask = nullptr;       // of blocks or elements; null without them
+  const std::int32_t* query_ids = nullptr;  // null unless has_documents
+  const std::int32_t* key_ids = nullptr;    // null unless has_documents
 };
 
 // Gradients of the variant's tensors, fp32, in their shapes; null unless wanted. Written whole. A

@@ -25,14 +25,18 @@ PANTILE_DEVICE void release(prim::Mbarrier& barrier) {
   }
 }
 
-// to = terms + A B^T over kDim columns of two k-major tiles.
-template <class Config, int kDim>
+// to = A B^T over kDim columns of two k-major tiles, and terms.
+template <class Config, int kDim, bool kTerms>
 PANTILE_DEVICE void issue_square(float (&to)[32], std::uint32_t ones, std::uint32_t terms,
                                  std::uint32_t a, std::uint32_t b) {
   prim::wgmma_fence();
-  prim::wgmma_terms_ss(to, ones, terms);
+  if constexpr (kTerms) {
+    prim::wgmma_terms_ss(to, ones, terms);
+  } else {
+    prim::wgmma_ss_write<Config::kDType, prim::Major::k, prim::Major::k>(to, a, b);
+  }
 #pragma unroll
-  for (int k = 0; k < kDim / 16; ++k) {
+  for (int k = kTerms ? 0 : 1; k < kDim / 16; ++k) {
     prim::wgmma_ss<Config::kDType, prim::Major::k, prim::Major::k>(
         to, a + prim::descriptor_step(k / 4 * Config::kTileK * 128 + k % 4 * 32),
         b + prim::descriptor_step(k / 4 * Config::kTileQ * 128 + k % 4 * 32));

@@ -25,11 +25,11 @@
 #include "hopper/backward/fragment.cuh"
 #include "hopper/backward/load.cuh"
 #include "hopper/backward/query_gradients.cuh"
+#include "hopper/backward/score_gradients.cuh"
 #include "hopper/backward/storage.cuh"
-#include "prim/matrix.cuh"
+#include "hopper/backward/variant_steps.cuh"
 #include "prim/registers.cuh"
 #include "prim/tma.cuh"
-#include "prim/unpack.cuh"
 #include "prim/wgmma.cuh"
 
 namespace pantile::hopper {
@@ -37,14 +37,16 @@ namespace pantile::hopper {
 namespace pipeline {
 
 // Stages 2 and 3.
-template <class Config, MaskKind kMask>
+template <class Config, MaskKind kMask, attn::GradHooks kHooks>
 class Probabilities {
  public:
   using Storage = PipelineStorage<Config>;
 
-  PANTILE_DEVICE Probabilities(Storage& storage, const BackwardParams& params)
+  PANTILE_DEVICE Probabilities(Storage& storage, const BackwardParams& params,
+                               const attn::VariantParams& variant_params)
       : storage_(storage),
         params_(params),
+        variant_params_(variant_params),
         ones_(prim::ones_descriptor(prim::shared_address(storage.ones))),
         terms_(prim::terms_descriptor(prim::shared_address(storage.lse))),
         k_(prim::descriptor(prim::shared_address(&storage.k))),
@@ -56,8 +58,8 @@ class Probabilities {
     while (const KeyTile* key_tile = work.next()) {
       dV_.clear();
       run_tile(*key_tile);
-      dV_.store(params_.grad_v, params_.grad_v_layout, params_.head_dim_v, 1.0f, params_,
-                *key_tile);
+      dV_.store(params_.grad_v, params_.grad_v_layout, params_.head_dim_v,
+                kHooks.dropout ? variant_params_.keep_scale : 1.0f, params_, *key_tile);
       __syncwarp();
       work.done(prim::lane_index() == 0);
     }
@@ -71,24 +73,27 @@ class Probabilities {
     masked_before_ = prim::uniform(key_tile.masked_before);
     masked_from_ = prim::uniform(key_tile.masked_from);
     tile_ = first_tile_;
+    begin_head(key_tile.key_head * params_.group);
     const int steps = params_.group * (end_tile_ - first_tile_);
     if (steps > 0) {
       prim::wait(storage_.key.full[0], keys_.parity);
       keys_.advance();
       issue_S();
+      fetch();
       prim::wgmma_wait<0>();
       send_P();
-      pack_fragment<Config::kDType>(packed_P_, S_);
+      pack_P();
       next();
 #pragma unroll 1
       for (int i = 1; i < steps; ++i) {
         issue_S();   // of this step
         issue_dV();  // of the step before
+        fetch();
         prim::wgmma_wait<1>();
         send_P();
         prim::wgmma_wait<0>();
         release(storage_.grad.empty[previous_.stage]);
-        pack_fragment<Config::kDType>(packed_P_, S_);
+        pack_P();
         next();
       }
       release(storage_.key.empty[0]);
@@ -100,7 +105,7 @@ class Probabilities {
 
   PANTILE_DEVICE void issue_S() {
     prim::wait(storage_.query.full[cursor_.stage], cursor_.parity);
-    issue_square<Config, Config::kHeadDim>(
+    issue_square<Config, Config::kHeadDim, !kHooks.softcap>(
         S_, ones_, terms_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.lse[0])), k_,
         q_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.q[0])));
   }
@@ -113,14 +118,34 @@ class Probabilities {
 
   PANTILE_DEVICE void send_P() {
     prim::pin(S_);
-    release(storage_.query.empty[cursor_.stage]);
+    if constexpr (kHooks.softcap) {
+      variant_.cap(variant_params_, S_);
+    } else {
+      release(storage_.query.empty[cursor_.stage]);
+    }
     if (tile_ < masked_before_ || (kMask == MaskKind::window && tile_ >= masked_from_)) {
       mask_scores<kMask>(S_, key_tile_->mask, key_tile_->tile * Config::kTileK,
-                         tile_ * Config::kTileQ, params_.masked_score);
+                         tile_ * Config::kTileQ,
+                         kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
     }
+    float weights[kHooks.softcap ? 32 : 1];  // P; stage 4 then gets P times the slope
+    if constexpr (kHooks.softcap) {
+      capped_weights(weights, S_, storage_.lse[cursor_.stage], variant_, variant_params_,
+                     place_of<Config>(*key_tile_, tile_, 0));
+      __syncwarp();  // all lanes have read the terms of LSE
+      release(storage_.query.empty[cursor_.stage]);
+    } else {
+      if constexpr (kHooks.adds()) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      S_[i] = prim::exp2_approx(S_[i] * params_.scale_log2);
+        for (int i = 0; i < 32; ++i) {
+          S_[i] *= params_.scale_log2;
+        }
+        variant_.add_terms(variant_params_, place_of<Config>(*key_tile_, tile_, 0), S_);
+      }
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        S_[i] = prim::exp2_approx(kHooks.adds() ? S_[i] : S_[i] * params_.scale_log2);
+      }
     }
     prim::wait(storage_.p_empty, p_parity_);
     p_parity_ ^= 1;
@@ -129,17 +154,52 @@ class Probabilities {
     uint4* to = &storage_.P[0][threadIdx.x % kWarpgroup];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      to[j * kWarpgroup] = make_uint4(prim::pack<DType::f16>(S_[8 * j + 1], S_[8 * j]),
-                                      prim::pack<DType::f16>(S_[8 * j + 3], S_[8 * j + 2]),
-                                      prim::pack<DType::f16>(S_[8 * j + 5], S_[8 * j + 4]),
-                                      prim::pack<DType::f16>(S_[8 * j + 7], S_[8 * j + 6]));
+      to[j * kWarpgroup] =
+          variant_.with_signs(j, make_uint4(prim::pack<DType::f16>(S_[8 * j + 1], S_[8 * j]),
+                                            prim::pack<DType::f16>(S_[8 * j + 3], S_[8 * j + 2]),
+                                            prim::pack<DType::f16>(S_[8 * j + 5], S_[8 * j + 4]),
+                                            prim::pack<DType::f16>(S_[8 * j + 7], S_[8 * j + 6])));
     }
     prim::arrive(storage_.p_full);
+    if constexpr (kHooks.softcap) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        S_[i] = weights[i];
+      }
+    }
+  }
+
+  // The operand of dV.
+  PANTILE_DEVICE void pack_P() {
+    pack_fragment<Config::kDType>(packed_P_, S_);
+    if constexpr (kHooks.dropout) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        variant_.drop(packed_P_[k], k);
+      }
+    }
+  }
+
+  // ---- variant
+
+  PANTILE_DEVICE void begin_head(int head) {
+    if constexpr (kHooks.any()) {
+      head_ = prim::uniform(head);
+      variant_.begin_head(variant_params_, key_tile_->batch, head_);
+    }
+  }
+
+  PANTILE_DEVICE void fetch() {
+    if constexpr (kHooks.dropout) {
+      variant_.fetch(variant_params_, place_of<Config>(*key_tile_, tile_, 0),
+                     begins_with_cell(variant_params_, *key_tile_));
+    }
   }
 
   PANTILE_DEVICE void next() {
     if (++tile_ == end_tile_) {
       tile_ = first_tile_;
+      begin_head(head_ + 1);
     }
     previous_ = cursor_;
     cursor_.advance();
@@ -147,6 +207,7 @@ class Probabilities {
 
   Storage& storage_;
   const BackwardParams& params_;
+  const attn::VariantParams& variant_params_;
   const std::uint32_t ones_, terms_, k_, q_, grad_o_;
   const KeyTile* key_tile_ = nullptr;
   int first_tile_ = 0, end_tile_ = 0;  // of rows
@@ -158,138 +219,16 @@ class Probabilities {
   float S_[32];
   std::uint32_t packed_P_[4][4];
   Accumulator<Config, Config::kHeadDimV> dV_;
-};
-
-// Stages 4 and 5.
-template <class Config>
-class ScoreGradients {
- public:
-  using Storage = PipelineStorage<Config>;
-
-  PANTILE_DEVICE ScoreGradients(Storage& storage, const BackwardParams& params)
-      : storage_(storage),
-        params_(params),
-        ones_(prim::ones_descriptor(prim::shared_address(storage.ones))),
-        terms_(prim::terms_descriptor(prim::shared_address(storage.delta))),
-        v_(prim::descriptor(prim::shared_address(&storage.v))),
-        grad_o_(prim::descriptor(prim::shared_address(storage.grad_o))),
-        q_(prim::descriptor(prim::shared_address(storage.q), Config::kTileQ * 128)) {
-    const int lane = prim::lane_index();
-    const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32;
-    dS_store_ = prim::shared_address(storage.dS) + ((lane & 7) + (lane >> 4) * 8) * 128 +
-                (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) * 16);
-  }
-
-  PANTILE_DEVICE void run() {
-    WorkReader work(storage_.work);
-    while (const KeyTile* key_tile = work.next()) {
-      dK_.clear();
-      run_tile(params_.group * prim::uniform(key_tile->rows.size()));
-      dK_.store(params_.grad_k, params_.grad_k_layout, params_.head_dim, params_.scale, params_,
-                *key_tile);
-      __syncwarp();
-      work.done(prim::lane_index() == 0);
-    }
-  }
-
- private:
-  PANTILE_DEVICE void run_tile(int steps) {
-    if (steps > 0) {
-      prim::wait(storage_.value.full[0], values_.parity);
-      values_.advance();
-      issue_dP();
-      prim::wgmma_wait<0>();
-      multiply_by_P();
-      send_dS();
-      next();
-#pragma unroll 1
-      for (int i = 1; i < steps; ++i) {
-        issue_dP();  // of this step
-        issue_dK();  // of the step before
-        prim::wgmma_wait<1>();
-        multiply_by_P();
-        prim::wgmma_wait<0>();
-        release(storage_.query.empty[previous_.stage]);
-        send_dS();
-        next();
-      }
-      release(storage_.value.empty[0]);
-      issue_dK();
-      dK_.finish();
-      release(storage_.query.empty[previous_.stage]);
-    }
-  }
-
-  PANTILE_DEVICE void issue_dP() {
-    prim::wait(storage_.grad.full[cursor_.stage], cursor_.parity);
-    issue_square<Config, Config::kHeadDimV>(
-        dP_, ones_, terms_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.delta[0])), v_,
-        grad_o_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.grad_o[0])));
-  }
-
-  PANTILE_DEVICE void issue_dK() {
-    prim::wait(storage_.query.full[previous_.stage], previous_.parity);
-    dK_.issue(dS_, q_ + prim::descriptor_step(previous_.stage * sizeof(storage_.q[0])));
-  }
-
-  PANTILE_DEVICE void multiply_by_P() {
-    prim::pin(dP_);
-    release(storage_.grad.empty[cursor_.stage]);
-    prim::wait(storage_.p_full, p_parity_);
-    p_parity_ ^= 1;
-    const uint4* from = &storage_.P[0][threadIdx.x % kWarpgroup];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint4 words = from[j * kWarpgroup];
-      const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float2 P = prim::unpack<DType::f16>(word[k]);  // halves swapped
-        dP_[8 * j + 2 * k] *= P.y;
-        dP_[8 * j + 2 * k + 1] *= P.x;
-      }
-    }
-    prim::arrive(storage_.p_empty);
-    prim::wait(storage_.ds.empty[dS_cursor_.stage], dS_cursor_.parity ^ 1);
-  }
-
-  PANTILE_DEVICE void send_dS() {
-    pack_fragment<Config::kDType>(dS_, dP_);
-    const std::uint32_t to =
-        dS_store_ + dS_cursor_.stage * static_cast<int>(sizeof(storage_.dS[0]));
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      prim::store_matrix_x4_transposed(to + k * 2048, dS_[k][0], dS_[k][1], dS_[k][2], dS_[k][3]);
-    }
-    prim::fence_async_proxy();
-    arrive_warp(storage_.ds.full[dS_cursor_.stage]);
-    dS_cursor_.advance();
-  }
-
-  PANTILE_DEVICE void next() {
-    previous_ = cursor_;
-    cursor_.advance();
-  }
-
-  Storage& storage_;
-  const BackwardParams& params_;
-  const std::uint32_t ones_, terms_, v_, grad_o_, q_;
-  std::uint32_t dS_store_;
-  StageCursor<Config::kStages> cursor_, previous_;
-  StageCursor<Config::kScoreGradStages> dS_cursor_;
-  StageCursor<1> values_;
-  std::uint32_t p_parity_ = 0;
-  float dP_[32];
-  std::uint32_t dS_[4][4];
-  Accumulator<Config, Config::kHeadDim> dK_;
+  attn::GradVariant<kHooks, Config::kTileQ> variant_;
+  int head_ = 0;  // of queries, at work; variants only
 };
 
 }  // namespace pipeline
 
-template <class Config, MaskKind kMask, SumKind kSum>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    backward_pipeline(const __grid_constant__ BackwardMaps maps,
-                      const __grid_constant__ BackwardParams params) {
+// The kernel, whose parameters are the launch's.
+template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks>
+PANTILE_DEVICE void pipeline_body(const BackwardMaps& maps, const BackwardParams& params,
+                                  const attn::VariantParams& variant_params) {
   enum Role : int { kCopies, kProbabilities, kScoreGradients, kQueryGradients };
   extern __shared__ std::uint8_t dynamic_smem[];
   using Storage = PipelineStorage<Config>;
@@ -338,11 +277,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     prim::grow_registers<Config::kAccumulatorRegisters>();
     if (role == kProbabilities) {
-      pipeline::Probabilities<Config, kMask>(storage, params).run();
+      pipeline::Probabilities<Config, kMask, kHooks>(storage, params, variant_params).run();
     } else {
-      pipeline::ScoreGradients<Config>(storage, params).run();
+      pipeline::ScoreGradients<Config, kHooks>(storage, params, variant_params).run();
     }
   }
+}
+
+template <class Config, MaskKind kMask, SumKind kSum>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_pipeline(const __grid_constant__ BackwardMaps maps,
+                      const __grid_constant__ BackwardParams params) {
+  pipeline_body<Config, kMask, kSum, attn::GradHooks{}>(maps, params, attn::VariantParams{});
 }
 
 }  // namespace pantile::hopper

@@ -162,9 +162,7 @@ class PairedSteps {
   // What the variant needs for the tile at work; before its scores are waited for.
   PANTILE_DEVICE void fetch() {
     if constexpr (kHooks.dropout) {
-      const std::uint32_t row = variant_params_.row_offset + key_tile_->first_row;
-      const std::uint32_t key = variant_params_.key_offset + key_tile_->first_key;
-      variant_.fetch(variant_params_, place(), prim::uniform((row | key) % 16) == 0);
+      variant_.fetch(variant_params_, place(), begins_with_cell(variant_params_, *key_tile_));
     }
   }
 
@@ -178,21 +176,22 @@ class PairedSteps {
                          kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
     }
     if constexpr (kHooks.softcap) {
-      capped_weights<kDType>(P_, S_, storage_.lse[query_stage()], variant_, variant_params_,
-                             place());
-      return;
-    }
-    if constexpr (kHooks.adds()) {
+      float P[kScores];
+      capped_weights(P, S_, storage_.lse[query_stage()], variant_, variant_params_, place());
+      pack_fragment<kDType>(P_, P);
+    } else {
+      if constexpr (kHooks.adds()) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+          S_[i] *= params_.scale_log2;
+        }
+        variant_.add_terms(variant_params_, place(), S_);
+      }
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
-        S_[i] *= params_.scale_log2;
+        const float x = kHooks.adds() ? S_[i] : S_[i] * params_.scale_log2;
+        S_[i] = by_polynomial(i) ? prim::exp2_polynomial(x) : prim::exp2_approx(x);
       }
-      variant_.add_terms(variant_params_, place(), S_);
-    }
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const float x = kHooks.adds() ? S_[i] : S_[i] * params_.scale_log2;
-      S_[i] = by_polynomial(i) ? prim::exp2_polynomial(x) : prim::exp2_approx(x);
     }
   }
 

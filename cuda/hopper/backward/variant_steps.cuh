@@ -24,26 +24,30 @@ PANTILE_DEVICE attn::TransposedPlace place_of(const KeyTile& key_tile, int tile,
                                key - row - mask.shift()};
 }
 
-// Softcap: from its function in S, the weights packed and, in S, weights times the slope.
-template <DType kDType, int kCount, class Variant, class Terms>
-PANTILE_DEVICE void capped_weights(std::uint32_t (&P)[kCount / 8][4], float (&S)[kCount],
-                                   const Terms& lse, const Variant& variant,
-                                   const attn::VariantParams& params,
+// Whether tiles begin with a cell of the dropout mask: not where rows or keys before them, which
+// see nothing, are no multiple of 16.
+PANTILE_DEVICE bool begins_with_cell(const attn::VariantParams& params, const KeyTile& key_tile) {
+  const std::uint32_t row = params.row_offset + static_cast<std::uint32_t>(key_tile.first_row);
+  const std::uint32_t key = params.key_offset + static_cast<std::uint32_t>(key_tile.first_key);
+  return prim::uniform(static_cast<int>((row | key) % 16)) == 0;
+}
+
+// Softcap: from its function in S, the weights and, in S, weights times the slope.
+template <int kCount, class Variant, class Terms>
+PANTILE_DEVICE void capped_weights(float (&P)[kCount], float (&S)[kCount], const Terms& lse,
+                                   const Variant& variant, const attn::VariantParams& params,
                                    const attn::TransposedPlace& at) {
   const int first = 2 * (fresh_thread() & 3);
-  float logits[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const float lse_log2 = __uint_as_float(lse.row[attn::column_of(i) + first].x);
-    logits[i] = fmaf(S[i], params.cap_log2, -lse_log2);
+    P[i] = fmaf(S[i], params.cap_log2, -lse_log2);
   }
-  variant.add_terms(params, at, logits);
+  variant.add_terms(params, at, P);
 #pragma unroll
-  for (int i = 0; i < kCount; i += 2) {
-    const float left = prim::exp2_approx(logits[i]), right = prim::exp2_approx(logits[i + 1]);
-    P[i / 8][i / 2 % 4] = prim::pack<kDType>(left, right);
-    S[i] = left * fmaf(-S[i], S[i], 1.0f);
-    S[i + 1] = right * fmaf(-S[i + 1], S[i + 1], 1.0f);
+  for (int i = 0; i < kCount; ++i) {
+    P[i] = prim::exp2_approx(P[i]);
+    S[i] = P[i] * fmaf(-S[i], S[i], 1.0f);
   }
 }
 
