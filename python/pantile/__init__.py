@@ -21,9 +21,11 @@ from pantile._info import build_info, cuda_reason, devices, kernels
 from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
-from pantile._variants import Dropout, dropout_mask
+from pantile._variants import BlockMask, Documents, Dropout, dropout_mask
 
 __all__ = [
+    "BlockMask",
+    "Documents",
     "Dropout",
     "Explanation",
     "Options",
