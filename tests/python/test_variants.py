@@ -62,7 +62,7 @@ def arguments_of(names, case, target: Target, seed: int = 5) -> dict:
 def serves(case, target: Target, given: dict, gradients: bool) -> None:
     """Skips with the reason of a backend that refuses."""
     given = {
-        name: x.detach().requires_grad_(gradients) if isinstance(x, torch.Tensor) else x
+        name: x.detach().requires_grad_(gradients) if name in LEARNED else x
         for name, x in given.items()
     }
     plan = case.explain(options=target.options, **given)
