@@ -19,16 +19,18 @@ inline constexpr FeatureSet forward_fp8{Feature::packed, Feature::seqused, Featu
 inline constexpr FeatureSet backward_f32{Feature::packed, Feature::seqused, Feature::lse,
                                          Feature::grad_lse, Feature::deterministic};
 inline constexpr FeatureSet backward_16bit = backward_f32.with(Feature::o_low);
-// The variants and the gradients of their tensors (variant.h).
+// What changes scores and weights (variant.h), masks beside the window, and the gradients of the
+// variants' tensors. Each is named by the rows that have it: a set that grows would let rows serve,
+// and ignore, what they lack.
 constexpr FeatureSet with_variants(FeatureSet set) {
   return set.with(Feature::softcap)
       .with(Feature::alibi)
       .with(Feature::sinks)
       .with(Feature::bias)
-      .with(Feature::dropout)
-      .with(Feature::block_mask)
-      .with(Feature::element_mask)
-      .with(Feature::documents);
+      .with(Feature::dropout);
+}
+constexpr FeatureSet with_masks(FeatureSet set) {
+  return set.with(Feature::block_mask).with(Feature::element_mask).with(Feature::documents);
 }
 constexpr FeatureSet with_variant_gradients(FeatureSet set) {
   return with_variants(set)
