@@ -110,8 +110,7 @@ TEST(Features, NoGpuRowServesMasksBesideTheWindow) {
     const KernelInfo& row = kernel_info(i);
     if (row.backend == Backend::hopper || row.backend == Backend::ampere) {
       ++gpu_rows;
-      for (const Feature mask :
-           {Feature::block_mask, Feature::element_mask, Feature::documents}) {
+      for (const Feature mask : {Feature::block_mask, Feature::element_mask, Feature::documents}) {
         EXPECT_FALSE(row.features.has(mask)) << row.name;
       }
     }
