@@ -5,6 +5,7 @@
 #include "ampere/plan.h"
 #include "hopper/plan.h"
 #include "jit/kernel.h"
+#include "jit/load.h"
 #include "pantile/jit.h"
 
 namespace pantile {
@@ -29,12 +30,18 @@ Status list_kernels(const Plan& plan, std::vector<jit::Request>* requests) {
 template <class Plan>
 Status compile_plan(const Plan& plan) {
   std::vector<jit::Request> requests;
-  Status status = list_kernels(plan, &requests);
-  for (std::size_t i = 0; i < requests.size() && status.ok(); ++i) {
-    const jit::Kernel* unused = nullptr;
-    status = jit::find_kernel(requests[i], nullptr, &unused);
+  const Status status = list_kernels(plan, &requests);
+  if (!status.ok() || requests.empty()) {
+    return status;
   }
-  return status;
+  return jit::on_device(plan.device.device.index, [&requests] {
+    Status found;
+    for (std::size_t i = 0; i < requests.size() && found.ok(); ++i) {
+      const jit::Kernel* unused = nullptr;
+      found = jit::find_kernel(requests[i], nullptr, &unused);
+    }
+    return found;
+  });
 }
 
 template <class Plan>

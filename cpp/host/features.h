@@ -25,7 +25,10 @@ constexpr FeatureSet with_variants(FeatureSet set) {
       .with(Feature::alibi)
       .with(Feature::sinks)
       .with(Feature::bias)
-      .with(Feature::dropout);
+      .with(Feature::dropout)
+      .with(Feature::block_mask)
+      .with(Feature::element_mask)
+      .with(Feature::documents);
 }
 constexpr FeatureSet with_variant_gradients(FeatureSet set) {
   return with_variants(set)

@@ -7,12 +7,12 @@
 namespace pantile::jit {
 namespace {
 
-Status check(cudaError_t error, const char* what, const std::string& symbol) {
+Status check(cudaError_t error, const std::string& what) {
   if (error == cudaSuccess) {
     return Status();
   }
   static_cast<void>(cudaGetLastError());
-  return Status::error(StatusCode::device_error, "%s of %s: %s: %s", what, symbol.c_str(),
+  return Status::error(StatusCode::device_error, "%s: %s: %s", what.c_str(),
                        cudaGetErrorName(error), cudaGetErrorString(error));
 }
 
@@ -36,19 +36,40 @@ Status load_code(const std::string& code, const std::string& symbol, const void*
   cudaLibrary_t library = nullptr;
   Status status =
       check(cudaLibraryLoadData(&library, code.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
-            "cudaLibraryLoadData", symbol);
+            "cudaLibraryLoadData of " + symbol);
   if (!status.ok()) {
     return status;
   }
   cudaKernel_t kernel = nullptr;
-  status =
-      check(cudaLibraryGetKernel(&kernel, library, symbol.c_str()), "cudaLibraryGetKernel", symbol);
+  status = check(cudaLibraryGetKernel(&kernel, library, symbol.c_str()),
+                 "cudaLibraryGetKernel of " + symbol);
+  if (status.ok()) {
+    cudaFuncAttributes unused;
+    status = check(cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(kernel)),
+                   "cudaFuncGetAttributes of " + symbol);
+  }
   if (!status.ok()) {
     static_cast<void>(cudaLibraryUnload(library));
     return status;
   }
   *handle = kernel;
   return Status();
+}
+
+Status on_device(int index, const std::function<Status()>& work) {
+  int before = 0;
+  Status status = check(cudaGetDevice(&before), "cudaGetDevice");
+  if (status.ok() && before != index) {
+    status = check(cudaSetDevice(index), "cudaSetDevice");
+  }
+  if (!status.ok()) {
+    return status;
+  }
+  status = work();
+  if (before != index) {
+    static_cast<void>(cudaSetDevice(before));
+  }
+  return status;
 }
 
 bool is_capturing(void* stream) {

@@ -8,19 +8,23 @@ from pantile._arguments import check_flags, flag, shown
 from pantile._attention import (
     _DENSE,
     _PACKED_BY_NAME,
-    FP8_FORMAT,
     _engine,
-    _extras,
     _fp8_ops,
     _make_call,
-    _refuse_extras,
     _require_torch,
     _variant_engine,
     packing_of,
 )
 from pantile._explain import Explanation, explain_call, explain_fp8_call
 from pantile._foreign import refuse
-from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
+from pantile._options import (
+    DEFAULT_OPTIONS,
+    FP8_FORMAT,
+    Options,
+    extras_of,
+    refuse_extras,
+    resolve_options,
+)
 from pantile._schema import PACKING
 from pantile._variants import Dropout, refuse_in_fp8, resolve_variant
 
@@ -57,6 +61,7 @@ def explain(
     bias: Any = None,
     sinks: Any = None,
     dropout: float | Dropout | None = None,
+    mask: Any = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -91,16 +96,16 @@ def explain(
     engine = _engine(q)
     operands = engine.prepare(q, k, v, lengths)
     call = engine.final_call(q, call)
-    change = (softcap, alibi, bias, sinks, dropout)
+    change = (softcap, alibi, bias, sinks, dropout, mask)
     if not options.fp8:
-        extras = _extras(return_max_logit, options)
+        extras = extras_of(return_max_logit, options)
         resolved = resolve_variant(*change)
         variant = (
             None if resolved is None else _variant_engine(engine).explained_variant(resolved[0], q)
         )
         return explain_call(operands, call, deterministic, extras, verbose, variant)
     refuse_in_fp8(change)
-    _refuse_extras(return_max_logit, options)
+    refuse_extras(return_max_logit, options)
     _require_torch(engine)
     rounded = _fp8_ops().like_backward(operands)
     fp8 = (*FP8_FORMAT, options.fp8_exp)

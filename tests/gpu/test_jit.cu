@@ -152,14 +152,14 @@ TEST_F(JitOnGpu, FromTheDiskInMilliseconds) {
 TEST_F(JitOnGpu, ACaptureNeedsItLoadedAndSurvivesTheError) {
   const jit::Kernel* kernel = nullptr;
   Array<int> to(64);
+  cudaStream_t own = nullptr;  // of another thread
+  ASSERT_EQ(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking), cudaSuccess);
   ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal), cudaSuccess);
   const Status refused = jit::find_kernel(fill(300), stream_, &kernel);
   EXPECT_EQ(refused.code(), StatusCode::unavailable);
   EXPECT_NE(std::string(refused.message()).find("pantile.compile"), std::string::npos);
   // Another thread, whose stream is not captured, may load meanwhile.
   std::thread other([&] {
-    cudaStream_t own = nullptr;
-    EXPECT_EQ(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking), cudaSuccess);
     const Status status = jit::find_kernel(fill(300), own, &kernel);
     EXPECT_TRUE(status.ok()) << status.message();
   });
@@ -173,6 +173,7 @@ TEST_F(JitOnGpu, ACaptureNeedsItLoadedAndSurvivesTheError) {
   ASSERT_EQ(cudaMemset(to.get(), 0, 64 * sizeof(int)), cudaSuccess);
   ASSERT_EQ(cudaGraphLaunch(program, stream_), cudaSuccess);
   expect_filled(to, 300);
+  static_cast<void>(cudaStreamDestroy(own));
   static_cast<void>(cudaGraphExecDestroy(program));
   static_cast<void>(cudaGraphDestroy(graph));
 }

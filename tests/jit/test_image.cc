@@ -85,7 +85,7 @@ TEST(ImageKey, NamesEverythingThatDecidesTheCode) {
   const Request request{"name", "source", "entry", 90};
   std::set<std::string> keys = {image_key(request)};
   for (Request other :
-       {Request{"name", "sourc", "eentry", 90}, Request{"name", "other", "entry", 90},
+       {Request{"name", "ource", "entrys", 90}, Request{"name", "other", "entry", 90},
         Request{"name", "source", "other", 90}, Request{"name", "source", "entry", 80}}) {
     keys.insert(image_key(other));
   }

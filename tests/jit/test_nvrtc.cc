@@ -108,6 +108,13 @@ TEST_F(CompileTest, GivesCodeAndFacts) {
   EXPECT_TRUE(Messages::get().warnings.empty());
 }
 
+TEST_F(CompileTest, ANameMayHaveLines) {
+  Request request = request_of("source");
+  request.entry = "kernel<1,\n  2>";
+  ASSERT_TRUE(compile(found_, request, &image_).ok());
+  EXPECT_EQ(image_.symbol, "lowered_kernel<1,   2>");
+}
+
 TEST_F(CompileTest, WarnsOfSpillsAndAdvisories) {
   ASSERT_TRUE(compile(found_, request_of("spills many, serialised"), &image_).ok());
   EXPECT_EQ(image_.spill_bytes, 200);

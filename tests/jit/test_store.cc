@@ -35,6 +35,7 @@ class StoreTest : public JitTest {
     };
     made.load = [this](const Image& image, const void** handle) {
       ++loaded;
+      const std::lock_guard<std::mutex> lock(mutex);
       *handle = &images.emplace_back(image.code);
       return Status();
     };
@@ -50,6 +51,7 @@ class StoreTest : public JitTest {
   std::atomic<int> compiled{0}, loaded{0};
   bool fails = false;
   int capturing = 0;  // its address is a stream that is captured
+  std::mutex mutex;
   std::deque<std::string> images;
   std::vector<std::unique_ptr<Store>> stores;
   const Kernel* kernel = nullptr;
