@@ -73,6 +73,18 @@ def test_keys_with_a_mean_in_tiles_of_smaller_gpus(kilobytes):
     assert f"{len(DIMS) * 4} passed" in said, said[-500:]  # masks, modes
 
 
+@smaller_gpus
+def test_variants_in_tiles_of_smaller_gpus(kilobytes):
+    """Alone and in pairs, without bias. Refused: slopes with a gradient beside a softcap."""
+    if not any("backward_bf16" in row for row in ampere_rows()):
+        pytest.skip("no 16-bit ampere backward in this build, or none that runs here")
+    tests = pathlib.Path(__file__).with_name("test_variants.py")
+    said = run_with_shared_memory(
+        kilobytes, "-k", "test_dense and ampere and not f32 and not bias", str(tests)
+    )
+    assert "24 passed, 4 skipped" in said, said[-500:]
+
+
 def test_shared_memory_is_never_raised():
     source = """
         import pantile

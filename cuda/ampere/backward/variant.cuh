@@ -182,6 +182,9 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
   // dP to dS, in place.
   PANTILE_DEVICE void score_gradients(Fragment& dp, const Fragment& s, int m, int row,
                                       const float* minus_delta) {
+    if constexpr (kHooks.grad_alibi) {
+      variant_[m].begin_notes(place(m, row));
+    }
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
       const float2 minus = kHooks.dropout ? row_terms(minus_delta, j) : float2{};
@@ -193,7 +196,7 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
         }
         dp[j][c] = s[j][c] * kept;
         if constexpr (kHooks.grad_alibi) {
-          variant_[m].note(variant_params_, place(m, row), 4 * j + c, dp[j][c]);
+          variant_[m].note(variant_params_, 4 * j + c, dp[j][c]);
         }
       }
     }
