@@ -19,10 +19,10 @@ from pantile._direct import (
     split_output,
 )
 from pantile._fast_path import (
-    grad_enabled,
     is_compiling,
     nothing_watches,
     present,
+    records_any,
     takes_short_cut,
 )
 from pantile._ops import (
@@ -399,7 +399,7 @@ def variant_attention(q, k, v, call, variant, dropout, deterministic, checked, r
     if type(call) is _C.Call and nothing_watches(
         (q, k, v, *present(tensors), *present(lengths_of(call)))
     ):
-        if grad_enabled() and any(x.requires_grad for x in (q, k, v, *present(tensors[:3]))):
+        if records_any((q, k, v, *present(tensors))):
             return _recorded(q, k, v, call, variant, deterministic, checked, return_lse, extras)
         o, lse, _, max_logit = run_forward(
             q, k, v, call, checked, return_lse, extras, False, readable_variant(variant)
