@@ -117,7 +117,7 @@ endfunction()
 pantile_read_kernels()
 target_sources(pantile PRIVATE
   cuda/hopper/forward/plan.cc cuda/hopper/backward/plan.cc cuda/hopper/fp8/plan.cc
-  cuda/hopper/requests.cc cuda/hopper/variant.cc cuda/ampere/requests.cc
+  cuda/hopper/requests.cc cuda/hopper/variant.cc cuda/ampere/requests.cc cuda/ampere/variant.cc
   cuda/ampere/forward/plan.cc cuda/ampere/backward/plan.cc)
 
 if(PANTILE_HAS_CUDA)

@@ -33,6 +33,17 @@ EVERY_BACKEND = (
     "LSE returned and differentiable",
     "largest logit, float32 output",
 )
+# Variants (docs/variants.md): the feature of a row of the kernel table, and its name here.
+VARIANTS = {
+    "softcap": "softcap",
+    "alibi": "ALiBi",
+    "bias": "bias",
+    "sinks": "sinks",
+    "dropout": "dropout",
+    "block_mask": "block masks",
+    "documents": "documents",
+    "element_mask": "bool masks",
+}
 DETERMINISTIC = {"hopper": "optional", "ampere": "optional; f32 always", "cpu": "always"}
 Row = tuple[str, str, str, str, str]  # backend, pass, dtype, head dims, mask
 
@@ -55,6 +66,26 @@ def read_rows() -> list[Row]:
         most = largest_fp8 if way == "quantize" or dtype == "e4m3" else largest
         rows.append((backend, way, dtype, f"1 to {most[1]}", "any"))
     return rows
+
+
+def feature_text(names: str, sets: dict[str, str], seen: frozenset = frozenset()) -> str:
+    """A set of features, or an expression of sets, with the sets that it names written out."""
+    named = [x for x in re.findall(r"\w+", names) if x in sets and x not in seen]
+    return names + "".join(feature_text(sets[x], sets, seen | {x}) for x in named)
+
+
+def variants_of(backend: str) -> str:
+    """Of the backend's rows that have most: a kernel may serve less."""
+    header = ROOT / "cpp/host/features.h"
+    sets = dict(re.findall(r"FeatureSet (\w+)[({ =]([^;]*);", header.read_text()))
+    if backend == "cpu":
+        table = (ROOT / "cpp/host/kernel_table.cc").read_text()
+        used = [table.partition("cpu_info(")[2].partition("\n}\n")[0]]
+    else:
+        kernels = (ROOT / "cuda/kernels.def").read_text()
+        used = re.findall(rf"PANTILE_KERNEL\({backend}, .*, (\w+)\)", kernels)
+    text = " ".join(feature_text(x, sets) for x in sorted(set(used)))
+    return ", ".join(n for x, n in VARIANTS.items() if f"Feature::{x})" in text) or "no"
 
 
 def listed(values: set[str], order: tuple[str, ...] | None = None) -> str:
@@ -98,6 +129,7 @@ def make_table() -> str:
         "FP8 (e4m3) kernels for head dims, forward": lambda b: dims(b, "forward", True),
         "masks": masks,
         **{name: lambda b: "yes" for name in EVERY_BACKEND},
+        "[variants](docs/variants.md)": variants_of,
         "deterministic gradients": lambda b: DETERMINISTIC[b],
     }
     rows = [[name, *map(value, BACKENDS)] for name, value in features.items()]

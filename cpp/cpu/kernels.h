@@ -38,6 +38,17 @@ struct RowValues {
   std::int64_t head_stride = 0;   // elements
 };
 
+// The mask beside the window.
+struct MaskJob {
+  MaskForm form = MaskForm::none;
+  const std::uint8_t* bytes = nullptr;          // of blocks or elements
+  std::int64_t batch = 0, head = 0, query = 0;  // elements; batch: also of query_ids
+  int block = 1;                                // queries and keys of a block
+  const std::int32_t* query_ids = nullptr;
+  const std::int32_t* key_ids = nullptr;
+  std::int64_t batch_keys = 0;
+};
+
 // What changes plain attention (pantile/variant.h).
 struct VariantJob {
   bool any_score = false;         // softcap, ALiBi or bias
@@ -51,6 +62,7 @@ struct VariantJob {
   int dropped = 0;                                             // of 256
   core::PhiloxKey key{};
   std::uint32_t batch_offset = 0, head_offset = 0, query_offset = 0, key_offset = 0;
+  MaskJob mask;
 };
 
 // The parts that both passes share.
@@ -162,6 +174,9 @@ PANTILE_HD int padded(int columns) {
 inline constexpr std::int64_t kRandomBytes =
     (kForwardRows + 32) * (kForwardKeys + 32);  // the backward's tiles are as large
 
+// Bytes of the pairs that a mask shows of a tile of either pass, and of a vector more.
+inline constexpr std::int64_t kShownBytes = kForwardRows * kForwardKeys + 64;
+
 // A thread's own memory. Operands of matrix products are void: they hold floats, or pairs of bf16
 // in half the room.
 struct ForwardScratch {
@@ -175,6 +190,7 @@ struct ForwardScratch {
   float* row_sum;        // [item_rows]
   float* row_factor;     // [kForwardRows]
   std::uint8_t* random;  // [kRandomBytes], with dropout
+  std::uint8_t* shown;   // [kShownBytes], with a mask beside the window
   std::size_t bytes;
 };
 
@@ -193,6 +209,8 @@ PANTILE_HD ForwardScratch forward_scratch(const ForwardJob& job, void* base) {
   scratch.row_sum = carver.take<float>(job.item_rows);
   scratch.row_factor = carver.take<float>(kForwardRows);
   scratch.random = carver.take<std::uint8_t>(job.variant.dropped > 0 ? kRandomBytes : 0);
+  scratch.shown =
+      carver.take<std::uint8_t>(job.variant.mask.form != MaskForm::none ? kShownBytes : 0);
   scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
   return scratch;
 }
@@ -248,6 +266,7 @@ struct BackwardScratch {
   float* slopes;         // derivatives of the softcap [kBackwardRows][kBackwardKeys], with one
   float* grad_bias;      // sums of a tile [kBackwardRows][kBackwardKeys], where they are wanted
   std::uint8_t* random;  // [kRandomBytes] with dropout
+  std::uint8_t* shown;   // [kShownBytes], with a mask beside the window
   std::size_t bytes;
 };
 
@@ -275,6 +294,8 @@ PANTILE_HD BackwardScratch backward_scratch(const BackwardJob& job, void* base) 
   scratch.slopes = carver.take<float>(job.variant.softcap > 0.0f ? kScores : 0);
   scratch.grad_bias = carver.take<float>(job.wants_grad_bias ? kScores : 0);
   scratch.random = carver.take<std::uint8_t>(job.variant.dropped > 0 ? kRandomBytes : 0);
+  scratch.shown =
+      carver.take<std::uint8_t>(job.variant.mask.form != MaskForm::none ? kShownBytes : 0);
   scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
   return scratch;
 }

@@ -89,6 +89,20 @@ double changed_score(const VariantJob& variant, const Query& at, int key, double
   return score;
 }
 
+// Whether the mask beside the window shows the pair.
+bool is_shown(const MaskJob& mask, const Query& at, int key) {
+  const std::int64_t row = at.batch * mask.batch + at.head * mask.head;
+  switch (mask.form) {
+    case MaskForm::none: return true;
+    case MaskForm::blocks:
+      return mask.bytes[row + at.row / mask.block * mask.query + key / mask.block] != 0;
+    case MaskForm::elements: return mask.bytes[row + at.row * mask.query + key] != 0;
+    case MaskForm::documents:
+      return mask.query_ids[row + at.row] == mask.key_ids[at.batch * mask.batch_keys + key];
+  }
+  return false;
+}
+
 // What dropout multiplies a weight with.
 double kept_weight(const VariantJob& variant, const Query& at, int key) {
   if (variant.dropped == 0) {
@@ -113,6 +127,10 @@ Softmax weigh_row(const Job& job, const Head& q, const Head& k, const Query& at,
                   double* weights) {
   Softmax softmax{-HUGE_VAL, -HUGE_VAL, 0.0, 0.0};
   for (int key = keys.begin; key < keys.end; ++key) {
+    if (!is_shown(job.variant.mask, at, key)) {
+      weights[key - keys.begin] = -HUGE_VAL;
+      continue;
+    }
     const double scaled = dot(q, at.row, k, key, job.dim) * static_cast<double>(job.scale);
     const double score = changed_score(job.variant, at, key, scaled);
     weights[key - keys.begin] = score;
@@ -184,6 +202,10 @@ void backward_row(const BackwardJob& job, const Query& at, core::Span keys,
   double delta = 0.0;
   for (int i = 0; i < keys.size(); ++i) {
     sums.weights[i] = softmax.sum == 0.0 ? 0.0 : sums.weights[i] / softmax.sum;
+    if (!is_shown(job.variant.mask, at, keys.begin + i)) {
+      sums.weights[i] = sums.grad_scores[i] = 0.0;
+      continue;
+    }
     sums.grad_scores[i] = dot(grad_o, row, v, keys.begin + i, job.dim_v) *
                           kept_weight(job.variant, at, keys.begin + i);
     delta += sums.weights[i] * sums.grad_scores[i];
@@ -196,6 +218,9 @@ void backward_row(const BackwardJob& job, const Query& at, core::Span keys,
   }
   for (int i = 0; i < keys.size(); ++i) {
     const int key = keys.begin + i;
+    if (!is_shown(job.variant.mask, at, key)) {
+      continue;
+    }
     const double change = sums.weights[i] * (sums.grad_scores[i] - delta);
     add_to_variant(job, sums.variant, at, key, change);
     const double p = sums.weights[i] * kept_weight(job.variant, at, key);
@@ -213,7 +238,9 @@ void backward_row(const BackwardJob& job, const Query& at, core::Span keys,
   for (int d = 0; d < job.dim; ++d) {
     double sum = 0.0;
     for (int i = 0; i < keys.size(); ++i) {
-      sum += sums.grad_scores[i] * k.at(keys.begin + i, d);
+      if (is_shown(job.variant.mask, at, keys.begin + i)) {
+        sum += sums.grad_scores[i] * k.at(keys.begin + i, d);
+      }
     }
     grad_q.set(row, d, sum);
   }
@@ -247,6 +274,9 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
     for (int d = 0; d < job.dim_v; ++d) {
       double sum = 0.0;
       for (int i = 0; i < keys.size(); ++i) {
+        if (!is_shown(job.variant.mask, at, keys.begin + i)) {
+          continue;
+        }
         sum += scratch[i] * kept_weight(job.variant, at, keys.begin + i) * v.at(keys.begin + i, d);
       }
       const double output = softmax.sum == 0.0 ? 0.0 : sum / softmax.sum;

@@ -19,13 +19,18 @@ inline constexpr FeatureSet forward_fp8{Feature::packed, Feature::seqused, Featu
 inline constexpr FeatureSet backward_f32{Feature::packed, Feature::seqused, Feature::lse,
                                          Feature::grad_lse, Feature::deterministic};
 inline constexpr FeatureSet backward_16bit = backward_f32.with(Feature::o_low);
-// The variants and the gradients of their tensors (variant.h).
+// What changes scores and weights (variant.h), masks beside the window, and the gradients of the
+// variants' tensors. Each is named by the rows that have it: a set that grows would let rows serve,
+// and ignore, what they lack.
 constexpr FeatureSet with_variants(FeatureSet set) {
   return set.with(Feature::softcap)
       .with(Feature::alibi)
       .with(Feature::sinks)
       .with(Feature::bias)
       .with(Feature::dropout);
+}
+constexpr FeatureSet with_masks(FeatureSet set) {
+  return set.with(Feature::block_mask).with(Feature::element_mask).with(Feature::documents);
 }
 constexpr FeatureSet with_variant_gradients(FeatureSet set) {
   return with_variants(set)
@@ -35,10 +40,18 @@ constexpr FeatureSet with_variant_gradients(FeatureSet set) {
 }
 // On a GPU sinks are in every such kernel, and the others are hooks of kernels that are compiled at
 // run time.
+inline constexpr FeatureSet forward_sinks = forward_16bit.with(Feature::sinks);
 inline constexpr FeatureSet forward_hooks = with_variants(forward_16bit);
 inline constexpr FeatureSet backward_sinks =
     backward_16bit.with(Feature::sinks).with(Feature::grad_sinks);
 inline constexpr FeatureSet backward_hooks = with_variant_gradients(backward_16bit);
+// Ampere has no hook for a bias.
+inline constexpr FeatureSet forward_ampere =
+    forward_sinks.with(Feature::softcap).with(Feature::alibi).with(Feature::dropout);
+inline constexpr FeatureSet backward_ampere = backward_sinks.with(Feature::softcap)
+                                                  .with(Feature::alibi)
+                                                  .with(Feature::dropout)
+                                                  .with(Feature::grad_alibi);
 inline constexpr FeatureSet quantize_fp8{Feature::packed, Feature::seqused};
 inline constexpr FeatureSet quantize = quantize_fp8.with(Feature::smooth_k).with(Feature::hadamard);
 }  // namespace feature_sets

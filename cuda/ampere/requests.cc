@@ -1,14 +1,20 @@
-// Which kernels of a plan are compiled at run time. No entry of this family lists a feature that
-// asks for one, so that every plan is served by what is in the library.
+// Which kernels of a plan are compiled at run time: the main kernel of a plan with hooks.
 #include "ampere/plan.h"
+#include "ampere/variant.h"
 
 namespace pantile::ampere {
 
-Status list_kernels(const ForwardPlan&, std::vector<jit::Request>*) {
+Status list_kernels(const ForwardPlan& plan, std::vector<jit::Request>* requests) {
+  if (plan.blocks > 0 && variant_hooks(plan.problem).any()) {
+    requests->push_back(forward_request(plan));
+  }
   return Status();
 }
 
-Status list_kernels(const BackwardPlan&, std::vector<jit::Request>*) {
+Status list_kernels(const BackwardPlan& plan, std::vector<jit::Request>* requests) {
+  if (plan.blocks > 0 && variant_hooks(plan.problem.forward).any()) {
+    requests->push_back(backward_request(plan));
+  }
   return Status();
 }
 

@@ -14,9 +14,20 @@ Status launch_settle_units(const cuda::Launch& how, const SettleParams<kTileQ>& 
                       params);
 }
 
+Status launch_sum_slopes(const cuda::Launch& how, const common::SlopeParams& params) {
+  return cuda::launch("sum_slopes", how, common::sum_slopes<>, params);
+}
+
+template <int kTileQ>
+Status launch_sum_sink_gradients(const cuda::Launch& how, const SinkParams& params) {
+  return cuda::launch("sum_sink_gradients", how, sum_sink_gradients<kTileQ>, params);
+}
+
 template Status launch_bound_keys<DType::bf16>(const cuda::Launch&, const common::KeyBoundsParams&);
 template Status launch_bound_keys<DType::f16>(const cuda::Launch&, const common::KeyBoundsParams&);
 template Status launch_settle_units<32>(const cuda::Launch&, const SettleParams<32>&);
 template Status launch_settle_units<64>(const cuda::Launch&, const SettleParams<64>&);
+template Status launch_sum_sink_gradients<32>(const cuda::Launch&, const SinkParams&);
+template Status launch_sum_sink_gradients<64>(const cuda::Launch&, const SinkParams&);
 
 }  // namespace pantile::ampere

@@ -1,13 +1,15 @@
-// Launches of the deterministic mode's kernels around the main backward kernel. They know no head
+// Launches of kernels around the main backward kernel that not every call has. They know no head
 // dim and no tile of keys, so that one instance serves many rows of the kernel table:
 // row_kernels.cu has them all. A combination that it lacks fails to link.
 #pragma once
 
 #include <cstdint>
 
+#include "ampere/backward/sinks.cuh"
 #include "ampere/config.h"
 #include "common/backward_key_bounds.cuh"
 #include "common/backward_settle.cuh"
+#include "common/backward_variant.cuh"
 #include "driver.h"
 #include "pantile/dtype.h"
 #include "pantile/status.h"
@@ -32,5 +34,10 @@ Status launch_bound_keys(const cuda::Launch& how, const common::KeyBoundsParams&
 
 template <int kTileQ>
 Status launch_settle_units(const cuda::Launch& how, const SettleParams<kTileQ>& params);
+
+Status launch_sum_slopes(const cuda::Launch& how, const common::SlopeParams& params);
+
+template <int kTileQ>
+Status launch_sum_sink_gradients(const cuda::Launch& how, const SinkParams& params);
 
 }  // namespace pantile::ampere

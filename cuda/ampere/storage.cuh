@@ -44,6 +44,15 @@ struct BackwardWork {
   SequenceRows queries;  // the attended ones
   int head0;             // first query head
   int row_number0;       // number of row tile 0
+  // Where rows of dS are summed, too: what the sums are multiplied by, else 0.
+  float row_sum_unit;
+};
+
+// The same block, for a variant: where its part of the sequences lies, and how long they are.
+struct WholeSequences {
+  int first_row, first_key;
+  int rows, keys;
+  int key_tile;  // number of the block's tile (common/attended.h)
 };
 
 template <class Config>
@@ -63,6 +72,7 @@ struct BackwardStorage {
   // key, one column a query row.
   alignas(128) std::uint16_t weights[Config::kWeightBuffers][Config::kTileK * Config::kTileQ];
   alignas(kWorkBytes) BackwardWork work;
+  WholeSequences whole;  // in the room behind it; variants only
 };
 
 }  // namespace pantile::ampere

@@ -154,14 +154,16 @@ class GradVariant {
     return __uint_as_float((__float_as_uint(kept) & mask) | (__float_as_uint(dropped) & ~mask));
   }
 
-  // Notes dS of element e.
-  PANTILE_DEVICE void note(const VariantParams& p, const TransposedPlace& at, int e, float dS) {
+  // Of the step whose dS is noted next, element by element.
+  PANTILE_DEVICE void begin_notes(const TransposedPlace& at) { noted_ = at; }
+
+  PANTILE_DEVICE void note(const VariantParams& p, int e, float dS) {
+    const TransposedPlace& at = noted_;
     if constexpr (kHooks.grad_alibi) {
       grad_slope_ = fmaf(dS, fabsf(distance(at, e)), grad_slope_);
     }
     if constexpr (kHooks.grad_bias) {
-      float* const first =
-          p.grad_bias + grad_bias_ + at.row * p.grad_bias_query + at.key;  // of the step
+      float* const first = p.grad_bias + grad_bias_ + at.row * p.grad_bias_query + at.key;
       if (column_of(e) < at.rows - at.row && 8 * key_of(e) < at.keys - at.key) {
         prim::global_add(first + column_of(e) * p.grad_bias_query + 8 * key_of(e),
                          dS * p.keep_scale);
@@ -245,6 +247,7 @@ class GradVariant {
   DropoutStream stream_;
   std::int64_t bias_, grad_bias_;  // of the head, in elements
   std::uint32_t kept_[kSlices][2];
+  TransposedPlace noted_;
 };
 
 }  // namespace pantile::attn

@@ -37,6 +37,16 @@ inline constexpr int kFragmentRows = 64;
 inline constexpr int kFragmentColumns = 64;
 inline constexpr int kFragmentFloats = kFragmentRows * kFragmentColumns;
 
+// Of a tile of dQ: sums of dS, where they are wanted (backward_key_means.cuh).
+PANTILE_HD constexpr int row_sum_floats(int tile_floats) {
+  return tile_floats / kFragmentColumns;
+}
+
+// The same with room for one sum of every row, if dQ has no fragments.
+PANTILE_HD constexpr int row_sum_floats(int tile_floats, int tile_rows) {
+  return core::max_of(row_sum_floats(tile_floats), tile_rows);
+}
+
 // Numbers the tiles of all sequences of one side so that each sequence's tiles follow each other
 // and no sum over sequences is needed. Packed sequence b, which begins at row cu[b], starts with
 // number cu[b] / tile + b: cu[b + 1] / tile + 1 is at least (cu[b] + length) / tile rounded up, so

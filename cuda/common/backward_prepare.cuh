@@ -96,12 +96,7 @@ PANTILE_DEVICE void clear_sums(const RowPass& pass, const RowTile& row_tile) {
   for (int i = thread; i < pass.tile_floats / 4; i += kPrepareThreads) {
     sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  if (pass.row_sums != nullptr) {
-    const int count = row_sum_floats(pass.tile_floats);
-    for (int i = thread; i < count; i += kPrepareThreads) {
-      pass.row_sums[row_tile.index * count + i] = 0.0f;
-    }
-  }
+  clear_row_sums(pass, row_tile, kPrepareThreads);
 }
 
 // A float whose halves are both finite as bf16, which tensor cores multiply by 0 beside a term:

@@ -45,13 +45,14 @@ struct RowPass {
   float* key_means;
   int* large_means;
   int key_mean_columns;
-  // Of heads with a large mean, else 0: [heads_q][row_tile_count][fragments][64], sums of dS over
-  // keys, one a row. Fragments with the same rows have the sums over different keys.
+  // Of heads with a large mean, else 0: [heads_q][row_tile_count][row_sum_floats()], sums of dS
+  // over keys. Where dQ is summed in fragments, 64 of each of them, one a row: fragments with the
+  // same rows have the sums over different keys. Else one of every row.
   float* row_sums;
 };
 
-PANTILE_HD constexpr int row_sum_floats(int tile_floats) {
-  return tile_floats / kFragmentColumns;
+PANTILE_HD constexpr int row_sum_floats(const RowPass& pass) {
+  return row_sum_floats(pass.tile_floats, pass.row_tiles.tile);
 }
 
 template <DType kDType>
@@ -114,6 +115,16 @@ PANTILE_DEVICE RowTile locate_row_tile(const RowPass& pass, int block, int block
 // Of the tile's head, in key_bounds.
 PANTILE_DEVICE int key_head_of(const RowPass& pass, const RowTile& row_tile) {
   return row_tile.batch * (pass.heads_q / pass.group) + row_tile.head / pass.group;
+}
+
+PANTILE_DEVICE void clear_row_sums(const RowPass& pass, const RowTile& row_tile, int threads) {
+  if (pass.row_sums == nullptr) {
+    return;
+  }
+  const int count = row_sum_floats(pass);
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += threads) {
+    pass.row_sums[row_tile.index * count + i] = 0.0f;
+  }
 }
 
 // How often the main kernel adds to the tile: once for every tile of keys that a row sees.

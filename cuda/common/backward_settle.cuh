@@ -55,12 +55,7 @@ __global__ void __launch_bounds__(kSettleThreads)
     for (int i = thread; i < pass.tile_floats / 4; i += kSettleThreads) {
       sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    if (pass.row_sums != nullptr) {
-      const int count = row_sum_floats(pass.tile_floats);
-      for (int i = thread; i < count; i += kSettleThreads) {
-        pass.row_sums[row_tile.index * count + i] = 0.0f;
-      }
-    }
+    clear_row_sums(pass, row_tile, kSettleThreads);
   }
 }
 

@@ -13,12 +13,14 @@ namespace pantile::python {
 // Tensors that are null are not part of the variant.
 struct VariantArguments {
   nb::object alibi, sinks, bias, dropout_seed;
+  nb::object mask, query_ids, key_ids;
   double softcap = 0.0;
   std::int64_t dropout = 0;
   std::int64_t batch_offset = 0;
   std::int64_t head_offset = 0;
   std::int64_t query_offset = 0;
   std::int64_t key_offset = 0;
+  std::int64_t mask_block = 0;  // of a mask of blocks; 0: of elements
 };
 
 template <class Value>
@@ -34,12 +36,16 @@ inline constexpr std::tuple kVariantFields{
     VariantField{"sinks", &VariantArguments::sinks},
     VariantField{"bias", &VariantArguments::bias},
     VariantField{"dropout_seed", &VariantArguments::dropout_seed},
+    VariantField{"mask", &VariantArguments::mask},
+    VariantField{"query_ids", &VariantArguments::query_ids},
+    VariantField{"key_ids", &VariantArguments::key_ids},
     VariantField{"softcap", &VariantArguments::softcap},
     VariantField{"dropout", &VariantArguments::dropout},
     VariantField{"batch_offset", &VariantArguments::batch_offset},
     VariantField{"head_offset", &VariantArguments::head_offset},
     VariantField{"query_offset", &VariantArguments::query_offset},
     VariantField{"key_offset", &VariantArguments::key_offset},
+    VariantField{"mask_block", &VariantArguments::mask_block},
 };
 inline constexpr std::size_t kVariantFieldCount = std::tuple_size_v<decltype(kVariantFields)>;
 
@@ -128,6 +134,79 @@ inline void read_dropout_seed(nb::handle object, Request* request) {
   request->tensors.variant.dropout_seed = static_cast<const std::int64_t*>(view.data);
 }
 
+// Bool or uint8, [batch | 1, heads_q | 1, rows, columns] of blocks, or of elements, whose rows may
+// be shared.
+inline void read_mask(nb::handle object, std::int64_t block, bool runs, Request* request) {
+  ForwardProblem& problem = request->problem;
+  const TensorView view = read_tensor(object, "mask");
+  if (view.bits != 8 || (view.code != dlpack::kBool && view.code != dlpack::kUInt)) {
+    raise_type_error("mask has dtype %s; it must be bool",
+                     dtype_text(view.code, view.bits).c_str());
+  }
+  require_same_device(view, request->q);
+  if (block < 0 || block > 1 << 20) {
+    raise_value_error("block of mask is %lld; it must be 64 or 128", static_cast<long long>(block));
+  }
+  const std::int64_t size = std::max<std::int64_t>(block, 1);
+  const std::int64_t full[] = {problem.batch, problem.heads_q, (problem.seqlen_q + size - 1) / size,
+                               (problem.seqlen_k + size - 1) / size};
+  bool fits = view.rank == 4 && view.shape[3] == full[3];
+  for (int axis = 0; axis < 3 && fits; ++axis) {
+    const bool shared = view.shape[axis] == 1 && (axis < 2 || block == 0);
+    fits = shared || view.shape[axis] == full[axis];
+  }
+  if (!fits) {
+    raise_value_error("mask has shape %s; it must be %s, of which the first %s may be 1",
+                      shape_text(view.shape, std::min(view.rank, kMaxRank)).c_str(),
+                      shape_text(full, 4).c_str(), block == 0 ? "three" : "two");
+  }
+  if (runs && view.shape[3] > 1 && view.stride[3] != 1) {
+    raise_value_error("mask has strides %s; that along keys must be 1",
+                      shape_text(view.stride, 4).c_str());
+  }
+  const auto stride = [&](int axis) { return view.shape[axis] == 1 ? 0 : view.stride[axis]; };
+  Variant& variant = problem.variant;
+  variant.has_block_mask = block != 0;
+  variant.has_element_mask = block == 0;
+  variant.mask_block_size = static_cast<int>(block);
+  variant.mask = MaskLayout{stride(0), stride(1), stride(2)};
+  request->tensors.variant.mask = static_cast<const std::uint8_t*>(view.data);
+}
+
+// int32 [batch | 1, length]; the stride between sequences.
+inline const std::int32_t* read_ids(nb::handle object, const char* name, std::int64_t length,
+                                    bool runs, const Request& request, std::int64_t* stride) {
+  const TensorView view = read_tensor(object, name);
+  if (view.code != dlpack::kInt || view.bits != 32) {
+    raise_type_error("%s has dtype %s; it must be int32", name,
+                     dtype_text(view.code, view.bits).c_str());
+  }
+  require_same_device(view, request.q);
+  const std::int64_t full[] = {request.problem.batch, length};
+  if (view.rank != 2 || view.shape[1] != length ||
+      (view.shape[0] != 1 && view.shape[0] != full[0])) {
+    raise_value_error("%s has shape %s; it must be %s, of which the first may be 1", name,
+                      shape_text(view.shape, std::min(view.rank, kMaxRank)).c_str(),
+                      shape_text(full, 2).c_str());
+  }
+  if (runs && view.shape[1] > 1 && view.stride[1] != 1) {
+    raise_value_error("%s has strides %s; that along the sequence must be 1", name,
+                      shape_text(view.stride, 2).c_str());
+  }
+  *stride = view.shape[0] == 1 ? 0 : view.stride[0];
+  return static_cast<const std::int32_t*>(view.data);
+}
+
+inline void read_documents(const VariantArguments& arguments, bool runs, Request* request) {
+  ForwardProblem& problem = request->problem;
+  VariantTensors& tensors = request->tensors.variant;
+  problem.variant.has_documents = true;
+  tensors.query_ids = read_ids(arguments.query_ids, "query_ids", problem.seqlen_q, runs, *request,
+                               &problem.variant.mask.batch);
+  tensors.key_ids = read_ids(arguments.key_ids, "key_ids", problem.seqlen_k, runs, *request,
+                             &problem.variant.mask_keys);
+}
+
 // `object` is None for plain attention.
 inline void read_variant(nb::handle object, bool runs, Request* request) {
   if (object.is_none()) {
@@ -148,6 +227,12 @@ inline void read_variant(nb::handle object, bool runs, Request* request) {
   }
   if (!arguments.bias.is_none()) {
     read_bias(arguments.bias, runs, request);
+  }
+  if (!arguments.mask.is_none()) {
+    read_mask(arguments.mask, arguments.mask_block, runs, request);
+  }
+  if (!arguments.query_ids.is_none() || !arguments.key_ids.is_none()) {
+    read_documents(arguments, runs, request);
   }
   constexpr std::int64_t kMost = 1 << 30;  // refused by the rules, and fits the field
   variant.dropout = static_cast<int>(std::clamp<std::int64_t>(arguments.dropout, -kMost, kMost));

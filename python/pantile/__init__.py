@@ -22,9 +22,11 @@ from pantile._jit import install as _install_jit
 from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
-from pantile._variants import Dropout, dropout_mask
+from pantile._variants import BlockMask, Documents, Dropout, dropout_mask
 
 __all__ = [
+    "BlockMask",
+    "Documents",
     "Dropout",
     "Explanation",
     "Options",

@@ -9,18 +9,21 @@ from pantile import _C
 from pantile._arguments import check_flags, check_rows, length, optional_scale
 from pantile._foreign import refuse
 from pantile._masks import window_bounds
-from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
+from pantile._options import (
+    DEFAULT_OPTIONS,
+    FP8_FORMAT,
+    Options,
+    extras_of,
+    refuse_extras,
+    resolve_options,
+)
 from pantile._quantized import Quantized
 from pantile._schema import LENGTHS, Call
 from pantile._variants import NAMES as VARIANT_NAMES
 from pantile._variants import Dropout, refuse_in_fp8, resolve_variant
 
 if TYPE_CHECKING:
-    from pantile._types import Array, Lengths, Tensor, Window
-
-# What Options(fp8=True) makes of its inputs: rows to a scale in Q, keys to a scale, Hadamard
-# rotation, K smoothing.
-FP8_FORMAT = (128, 128, True, True)
+    from pantile._types import Array, Lengths, Mask, Tensor, Window
 
 # pantile._ops once torch has been seen; importing pantile does not import torch.
 _torch_ops = None
@@ -60,13 +63,6 @@ def _variant_engine(engine: Any) -> Any:
     return engine
 
 
-def _extras(return_max_logit: bool, options: Options) -> tuple[bool, bool] | None:
-    """(max_logit, output_f32), or None when neither is wanted."""
-    if return_max_logit or options.output_dtype is not None:
-        return return_max_logit, options.output_f32
-    return None
-
-
 def _longest(name: str, value: object) -> int:
     """max_seqlen_q or max_seqlen_k of packed tensors: it cannot be left out."""
     if value is None:
@@ -74,30 +70,23 @@ def _longest(name: str, value: object) -> int:
     return length(name, value, in_range=not _is_compiling())  # a graph is checked when it runs
 
 
-def _refuse_extras(return_max_logit: bool, options: Options) -> None:
-    if return_max_logit:
-        raise ValueError("return_max_logit is True; FP8 attention does not give the largest logit")
-    if options.output_dtype is not None:
-        raise ValueError("output_dtype is float32; FP8 attention gives o in 16 bits only")
-
-
 def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit, change):
-    """By the operator that serves the call. ``change``: the values of VARIANT_NAMES, or None."""
+    """By the operator that serves the call. ``change``: the values of VARIANT_NAMES."""
     flags = deterministic, options.checked, return_lse
     if type(q) is Quantized:
         if k is not None or v is not None:
             raise TypeError("k and v are set; they must be left out when q is pantile.Quantized")
-        _refuse_extras(return_max_logit, options)
+        refuse_extras(return_max_logit, options)
         refuse_in_fp8(change)
         return _fp8_ops().attention(q, call, options.fp8_exp, *flags)
     engine = _engine(q)
     if not options.fp8:
-        extras = _extras(return_max_logit, options)
-        variant = None if change is None else resolve_variant(*change)
+        extras = extras_of(return_max_logit, options)
+        variant = resolve_variant(*change)
         if variant is None:
             return engine.attention(q, k, v, call, *flags, extras)
         return _variant_engine(engine).variant_attention(q, k, v, call, *variant, *flags, extras)
-    _refuse_extras(return_max_logit, options)
+    refuse_extras(return_max_logit, options)
     refuse_in_fp8(change)
     _require_torch(engine)
     return _fp8_ops().quantized_attention(q, k, v, call, FP8_FORMAT, options.fp8_exp, *flags)
@@ -162,6 +151,7 @@ def attention(
     bias: Array | None = ...,
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
+    mask: Mask | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
     deterministic: bool = ...,
@@ -181,6 +171,7 @@ def attention(
     bias: Array | None = ...,
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
+    mask: Mask | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = ...,
     deterministic: bool = ...,
@@ -200,6 +191,7 @@ def attention(
     bias: Array | None = ...,
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
+    mask: Mask | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[True],
     deterministic: bool = ...,
@@ -219,6 +211,7 @@ def attention(
     bias: Array | None = ...,
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
+    mask: Mask | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[True],
     deterministic: bool = ...,
@@ -238,6 +231,7 @@ def attention(
     bias: Array | None = ...,
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
+    mask: Mask | None = ...,
     return_lse: bool = ...,
     return_max_logit: bool = ...,
     deterministic: bool = ...,
@@ -289,6 +283,7 @@ def attention(
     bias: Any = None,
     sinks: Any = None,
     dropout: float | Dropout | None = None,
+    mask: Any = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -321,6 +316,8 @@ def attention(
         sinks: float32 ``[heads_q]``: a score of each head, not scaled, for a key without a value;
             the weights of a row sum to less than 1, and lse contains it. Differentiable.
         dropout: a probability or a :class:`pantile.Dropout`: removes weights after the softmax.
+        mask: a bool tensor that broadcasts to ``[batch, heads_q, seqlen_q, seqlen_k]``, True where
+            a query sees a key, a :class:`pantile.BlockMask` or a :class:`pantile.Documents`.
         return_lse: also return the log-sum-exp of each row's scores.
         return_max_logit: also return the largest scaled score of each head.
         deterministic: bit-equal gradients for equal inputs; also on when
@@ -343,7 +340,7 @@ def attention(
     if extra or foreign:
         refuse("attention", extra, foreign, _BY_NAME)
     if (
-        options is window is scale is softcap is alibi is bias is sinks is dropout is None
+        options is window is scale is softcap is alibi is bias is sinks is dropout is mask is None
         and return_lse is return_max_logit is deterministic is False
         and type(q) is _tensor_type
         and type(causal) is bool
@@ -353,9 +350,7 @@ def attention(
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     check_flags(return_lse, return_max_logit, deterministic)
     call = _make_call(_DENSE, causal, window, scale, options, return_lse)
-    change = None
-    if not softcap is alibi is bias is sinks is dropout is None:
-        change = softcap, alibi, bias, sinks, dropout
+    change = softcap, alibi, bias, sinks, dropout, mask
     return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)
 
 
@@ -392,6 +387,7 @@ def varlen_attention(
     bias: Array | None = ...,
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
+    mask: Mask | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
     deterministic: bool = ...,
@@ -417,6 +413,7 @@ def varlen_attention(
     bias: Array | None = ...,
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
+    mask: Mask | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = ...,
     deterministic: bool = ...,
@@ -442,6 +439,7 @@ def varlen_attention(
     bias: Array | None = ...,
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
+    mask: Mask | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[True],
     deterministic: bool = ...,
@@ -467,6 +465,7 @@ def varlen_attention(
     bias: Array | None = ...,
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
+    mask: Mask | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[True],
     deterministic: bool = ...,
@@ -492,6 +491,7 @@ def varlen_attention(
     bias: Array | None = ...,
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
+    mask: Mask | None = ...,
     return_lse: bool = ...,
     return_max_logit: bool = ...,
     deterministic: bool = ...,
@@ -549,6 +549,7 @@ def varlen_attention(
     bias: Any = None,
     sinks: Any = None,
     dropout: float | Dropout | None = None,
+    mask: Any = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -570,9 +571,9 @@ def varlen_attention(
             exist. The others give o = 0 and lse = -inf, and take no part in anything.
         causal, window, scale, return_lse, return_max_logit, deterministic, options: as in
             :func:`attention`; the mask is aligned to the bottom right of each sequence.
-        softcap, alibi, bias, sinks, dropout: as in :func:`attention`; rows and keys count from the
-            start of their sequence, bias is ``[batch, heads_q, max_seqlen_q, max_seqlen_k]`` or
-            what broadcasts to it.
+        softcap, alibi, bias, sinks, dropout, mask: as in :func:`attention`; rows and keys count
+            from the start of their sequence, so that bias and mask broadcast to ``[batch, heads_q,
+            max_seqlen_q, max_seqlen_k]``.
 
     Returns:
         o: ``[total_q, heads_q, head_dim_v]``; with ``return_lse`` also lse ``[heads_q, total_q]``,
@@ -594,7 +595,5 @@ def varlen_attention(
     else:
         packing = _DENSE  # not read
     call = _make_call(packing, causal, window, scale, options, return_lse)
-    change = None
-    if not softcap is alibi is bias is sinks is dropout is None:
-        change = softcap, alibi, bias, sinks, dropout
+    change = softcap, alibi, bias, sinks, dropout, mask
     return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)

@@ -7,7 +7,12 @@ import torch
 from pantile import _C, _runtime
 from pantile._explain import FOLD_SCALE, PAD_HEAD_DIMS
 from pantile._options import log
-from pantile._schema import LENGTHS, lengths_of
+from pantile._schema import (
+    LENGTHS,
+    VARIANT_TENSOR_COUNT,
+    VARIANT_TENSOR_NAMES,
+    lengths_of,
+)
 
 Tensor = torch.Tensor
 
@@ -162,15 +167,15 @@ def run_forward(
 
 def readable_variant(variant):
     """The tensors as the bindings take them: they ask for no copy of these."""
-    bias = variant.bias
-    if bias is not None and bias.ndim and bias.shape[-1] > 1 and bias.stride(-1) != 1:
-        log.debug("copies bias, strides %s", tuple(bias.stride()))
-        bias = bias.contiguous()
-    alibi, sinks, seed = (
-        None if x is None else x.contiguous()
-        for x in (variant.alibi, variant.sinks, variant.dropout_seed)
-    )
-    return variant._replace(alibi=alibi, sinks=sinks, bias=bias, dropout_seed=seed)
+    tensors = []
+    for name, x in zip(VARIANT_TENSOR_NAMES, variant, strict=False):
+        if x is not None and name in ("alibi", "sinks", "dropout_seed"):
+            x = x.contiguous()
+        elif x is not None and x.ndim and x.shape[-1] > 1 and x.stride(-1) != 1:
+            log.debug("copies %s, strides %s", name, tuple(x.stride()))
+            x = x.contiguous()
+        tensors.append(x)
+    return type(variant)(*tensors, *variant[VARIANT_TENSOR_COUNT:])
 
 
 # ---- inputs that no kernel takes as they are: copies padded with zeros, a scale made positive

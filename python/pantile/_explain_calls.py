@@ -9,19 +9,23 @@ from pantile._arguments import check_flags, flag, shown
 from pantile._attention import (
     _DENSE,
     _PACKED_BY_NAME,
-    FP8_FORMAT,
     _engine,
-    _extras,
     _fp8_ops,
     _make_call,
-    _refuse_extras,
     _require_torch,
     _variant_engine,
     packing_of,
 )
 from pantile._explain import Explanation, explain_call, explain_fp8_call, wanted_gradients
 from pantile._foreign import refuse
-from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
+from pantile._options import (
+    DEFAULT_OPTIONS,
+    FP8_FORMAT,
+    Options,
+    extras_of,
+    refuse_extras,
+    resolve_options,
+)
 from pantile._schema import PACKING
 from pantile._variants import Dropout, refuse_in_fp8, resolve_variant
 
@@ -53,7 +57,7 @@ def _describe(q, k, v, lengths: tuple, longest: tuple, mask: tuple, options: Opt
 
 
 def _variant_of(engine, q, change: tuple):
-    """``change``: softcap, alibi, bias, sinks, dropout."""
+    """``change``: softcap, alibi, bias, sinks, dropout, mask."""
     resolved = resolve_variant(*change)
     return None if resolved is None else _variant_engine(engine).explained_variant(resolved[0], q)
 
@@ -77,6 +81,7 @@ def explain(
     bias: Any = None,
     sinks: Any = None,
     dropout: float | Dropout | None = None,
+    mask: Any = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -105,13 +110,13 @@ def explain(
     engine, operands, call = _describe(
         q, k, v, lengths, longest, (causal, window, scale), options, return_lse
     )
-    change = (softcap, alibi, bias, sinks, dropout)
+    change = (softcap, alibi, bias, sinks, dropout, mask)
     if not options.fp8:
-        extras = _extras(return_max_logit, options)
+        extras = extras_of(return_max_logit, options)
         variant = _variant_of(engine, q, change)
         return explain_call(operands, call, deterministic, extras, verbose, variant)
     refuse_in_fp8(change)
-    _refuse_extras(return_max_logit, options)
+    refuse_extras(return_max_logit, options)
     _require_torch(engine)
     rounded = _fp8_ops().like_backward(operands)
     fp8 = (*FP8_FORMAT, options.fp8_exp)
@@ -137,6 +142,7 @@ def compile(  # noqa: A001 (read as pantile.compile)
     bias: Any = None,
     sinks: Any = None,
     dropout: float | Dropout | None = None,
+    mask: Any = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -169,11 +175,11 @@ def compile(  # noqa: A001 (read as pantile.compile)
     engine, operands, call = _describe(
         q, k, v, lengths, longest, (causal, window, scale), options, return_lse
     )
-    change = (softcap, alibi, bias, sinks, dropout)
+    change = (softcap, alibi, bias, sinks, dropout, mask)
     if options.fp8:
         refuse_in_fp8(change)
         return
-    max_logit, output_f32 = _extras(return_max_logit, options) or (False, False)
+    max_logit, output_f32 = extras_of(return_max_logit, options) or (False, False)
     variant = _variant_of(engine, q, change)
     gradients = wanted_gradients(variant)
     _C.compile_call(

@@ -14,7 +14,14 @@ import torch
 
 from pantile import _C, _torch_private
 from pantile._direct import keeps_low
-from pantile._schema import LENGTHS, Call, bind, lengths_of
+from pantile._schema import (
+    LENGTHS,
+    VARIANT_TENSOR_COUNT,
+    VARIANT_TENSOR_NAMES,
+    Call,
+    bind,
+    lengths_of,
+)
 
 Tensor = torch.Tensor
 
@@ -172,7 +179,7 @@ def checked_call(check, q: Tensor, k: Tensor, v: Tensor, call: Call, others=None
 
 def _known_variant(variant, sizes: _Sizes):
     """The variant in numbers, with stand-ins for its tensors; None where a size has no value."""
-    tensors = variant[:4]
+    tensors = variant[:VARIANT_TENSOR_COUNT]
     shapes = [None if x is None else tuple(map(known, x.shape)) for x in tensors]
     if sizes.unknown or any(None in shape for shape in shapes if shape is not None):
         return None
@@ -180,16 +187,16 @@ def _known_variant(variant, sizes: _Sizes):
         None
         if x is None
         else _one(x.dtype).expand(shape)
-        if name == "bias"  # large; its strides do not matter here
+        if len(shape) == 4  # large; the strides do not matter here
         else torch.empty(shape, dtype=x.dtype, device="cpu")
-        for name, x, shape in zip(variant._fields, tensors, shapes, strict=False)
+        for x, shape in zip(tensors, shapes, strict=True)
     ]
-    numbers = [_known_or(value, 0) for value in variant[4:]]
+    numbers = [_known_or(value, 0) for value in variant[VARIANT_TENSOR_COUNT:]]
     return type(variant)(*stand_ins, *numbers)
 
 
 def _check_variant(variant, q: Tensor) -> None:
-    for name, x in zip(variant._fields, variant[:4], strict=False):
+    for name, x in zip(VARIANT_TENSOR_NAMES, variant, strict=False):
         if x is not None:
             check_operand(name, x, q)
 

@@ -92,3 +92,10 @@ def records(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return not _is_excluded(_AUTOGRAD_KEYS[q.is_cuda])
     return False
+
+
+def records_any(tensors: tuple[Tensor, ...]) -> bool:
+    """The same of any tensors, of which the first says where they are."""
+    if grad_enabled() and any(x.requires_grad for x in tensors):
+        return not _is_excluded(_AUTOGRAD_KEYS[tensors[0].is_cuda])
+    return False

@@ -23,10 +23,9 @@ _ANSWERS = {
     # masks
     "is_causal": "use causal, which is aligned to the bottom right",
     "causal_mask": "use causal",
-    "attn_mask": "a float mask is bias; masks are causal and window",
-    "mask": _NOT_SUPPORTED,
-    "mask_mod": _NOT_SUPPORTED,
-    "block_mask": _NOT_SUPPORTED,
+    "attn_mask": "a bool mask is mask, a float one bias",
+    "mask_mod": "use mask, with a bool tensor",
+    "block_mask": "use mask, with pantile.BlockMask",
     "key_padding_mask": _PADDING,
     "padding_mask": _PADDING,
     "window_size": _WINDOW,

@@ -6,7 +6,7 @@ import numpy as np
 
 from pantile import _C
 from pantile._options import log
-from pantile._schema import LENGTHS, lengths_of
+from pantile._schema import LENGTHS, VARIANT_TENSOR_NAMES, lengths_of
 from pantile._variants import seed_numbers
 
 _NAMES = ("q", "k", "v")
@@ -74,21 +74,33 @@ def final_call(q, call: _C.Call) -> _C.Call:
     return call
 
 
+_FORMS = {  # dtype, which of the bias may be that of q, and axes, of which some may be left out
+    "alibi": ("float32", 0),
+    "sinks": ("float32", 0),
+    "bias": (None, 4),
+    "dropout_seed": ("int64", 0),
+    "mask": ("bool", 4),
+    "query_ids": ("int32", 2),
+    "key_ids": ("int32", 2),
+}
+
+
 def _raw_variant(variant):
     """Its arrays as the bindings read them."""
     arrays = {}
-    for name, x in zip(variant._fields, variant[:4], strict=False):
+    for name, x in zip(VARIANT_TENSOR_NAMES, variant, strict=False):
         if x is None:
             continue
         check_plain(name, x)
-        if name == "bias":
+        dtype, rank = _FORMS.get(name, (None, 0))
+        if dtype is None:
             _check(name, x)
-            x = _raw(x[(None,) * (4 - x.ndim)] if 0 < x.ndim < 4 else x)
-            contiguous = x.ndim == 0 or x.strides[-1] == x.itemsize
         else:
-            _check_native(name, x, "int64" if name == "dropout_seed" else "float32")
-            contiguous = x.flags.c_contiguous and x.flags.aligned
-        arrays[name] = x if contiguous else np.ascontiguousarray(x)
+            _check_native(name, x, dtype)
+        if 0 < x.ndim < rank:
+            x = x[(None,) * (rank - x.ndim)]
+        x = x if x.flags.c_contiguous and x.flags.aligned else np.ascontiguousarray(x)
+        arrays[name] = _raw(x) if dtype is None else x
     return variant._replace(**arrays)
 
 

@@ -133,12 +133,29 @@ def _refusing_moved_names(init):
 Options.__init__ = _refusing_moved_names(Options.__init__)  # type: ignore[method-assign]
 
 DEFAULT_OPTIONS = Options()
+# What Options(fp8=True) makes of its inputs: rows to a scale in Q, keys to a scale, Hadamard
+# rotation, K smoothing.
+FP8_FORMAT = (128, 128, True, True)
 
 
 def resolve_options(options: object) -> Options:
     if isinstance(options, Options):
         return options
     raise TypeError(f"options is {shown(options)}; it must be a pantile.Options or None")
+
+
+def extras_of(return_max_logit: bool, options: Options) -> tuple[bool, bool] | None:
+    """(max_logit, output_f32), or None when neither is wanted."""
+    if return_max_logit or options.output_dtype is not None:
+        return return_max_logit, options.output_f32
+    return None
+
+
+def refuse_extras(return_max_logit: bool, options: Options) -> None:
+    if return_max_logit:
+        raise ValueError("return_max_logit is True; FP8 attention does not give the largest logit")
+    if options.output_dtype is not None:
+        raise ValueError("output_dtype is float32; FP8 attention gives o in 16 bits only")
 
 
 log = logging.getLogger("pantile")

@@ -108,12 +108,17 @@ BACKWARD = Signature(
 )
 # A variant (pantile._variants): tensors, then numbers. The bindings hold the same fields
 # (bindings/variant.h). Plain calls have operators of their own, which do not carry them.
-VARIANT_TENSORS = "Tensor? alibi, Tensor? sinks, Tensor? bias, Tensor? dropout_seed"
+VARIANT_TENSORS = (
+    "Tensor? alibi, Tensor? sinks, Tensor? bias, Tensor? dropout_seed, Tensor? mask, "
+    "Tensor? query_ids, Tensor? key_ids"
+)
 VARIANT_NUMBERS = (
     "float softcap, int dropout, SymInt batch_offset, SymInt head_offset, SymInt query_offset, "
-    "SymInt key_offset"
+    "SymInt key_offset, int mask_block"
 )
 VARIANT = tuple(field.name for field in _fields_of(f"{VARIANT_TENSORS}, {VARIANT_NUMBERS}"))
+VARIANT_TENSOR_NAMES = tuple(field.name for field in _fields_of(VARIANT_TENSORS))
+VARIANT_TENSOR_COUNT = len(VARIANT_TENSOR_NAMES)
 Variant = namedtuple("Variant", VARIANT)
 
 

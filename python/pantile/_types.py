@@ -8,9 +8,12 @@ from typing import Any, TypeAlias, TypeVar
 import numpy
 import torch
 
+from pantile._variants import BlockMask, Documents
+
 Tensor: TypeAlias = torch.Tensor
 NumpyArray: TypeAlias = numpy.ndarray[Any, Any]
 # q, k, v and the outputs are of one library.
 Array = TypeVar("Array", torch.Tensor, numpy.ndarray[Any, Any])
 Lengths: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any]  # int32
 Window: TypeAlias = tuple[int | None, int | None]
+Mask: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any] | BlockMask | Documents

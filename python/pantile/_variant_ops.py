@@ -19,10 +19,10 @@ from pantile._direct import (
     split_output,
 )
 from pantile._fast_path import (
-    grad_enabled,
     is_compiling,
     nothing_watches,
     present,
+    records_any,
     takes_short_cut,
 )
 from pantile._ops import (
@@ -46,7 +46,8 @@ from pantile._schema import (
     FORWARD_VARIANT,
     LENGTHS,
     NO_LENGTHS,
-    VARIANT,
+    VARIANT_TENSOR_COUNT,
+    VARIANT_TENSOR_NAMES,
     Call,
     Variant,
     bind,
@@ -58,7 +59,8 @@ from pantile._variants import seed_numbers
 
 Tensor = torch.Tensor
 
-_TENSORS = VARIANT[:4]
+_TENSORS = VARIANT_TENSOR_NAMES
+_COUNT = VARIANT_TENSOR_COUNT
 _WANTED = ("alibi", "sinks", "bias")  # in the order of their gradients
 _MAX_SEED = 2**63 - 1
 
@@ -174,9 +176,10 @@ class _VariantAttention(torch.autograd.Function):
     wants, extras), as in _ops._Attention."""
 
     @staticmethod
-    def forward(ctx, q, k, v, alibi, sinks, bias, seed, how, grad_mode):
+    def forward(ctx, q, k, v, *rest):
+        *tensors, how, grad_mode = rest
         call, numbers, deterministic, checked, direct, (wants_lse, wants_low), extras = how
-        variant = Variant(alibi, sinks, bias, seed, *numbers)
+        variant = Variant(*tensors, *numbers)
         keep_low = wants_low or not extras[1]
         if direct:
             o, lse, o_low, max_logit = run_forward(
@@ -188,7 +191,7 @@ class _VariantAttention(torch.autograd.Function):
                     q, k, v, call, variant, deterministic, checked, keep_low, extras
                 )
         saved_low = o_low if keeps_low(q, o.dtype is q.dtype) else None
-        tensors = (q, k, v, o, saved_low, lse, alibi, sinks, bias, seed)
+        tensors = (q, k, v, o, saved_low, lse, *tensors)
         if call.cu_seqlens_q is None:
             ctx.save_for_backward(*tensors)
         else:
@@ -207,9 +210,10 @@ class _VariantAttention(torch.autograd.Function):
         call, fields, numbers, deterministic, direct, wants_lse = ctx.how
         grad_lse = grads[0] if wants_lse else None
         if grad_o is None and grad_lse is None:
-            return (None,) * 9
-        q, k, v, o, o_low, lse, alibi, sinks, bias, seed, *lengths = ctx.saved_tensors
-        variant = Variant(alibi, sinks, bias, seed, *numbers)
+            return (None,) * (3 + _COUNT + 2)
+        q, k, v, o, o_low, lse, *others = ctx.saved_tensors
+        variant = Variant(*others[:_COUNT], *numbers)
+        lengths = others[_COUNT:]
         if is_compiling():
             call = Call(*fields)
         if lengths:
@@ -221,7 +225,7 @@ class _VariantAttention(torch.autograd.Function):
             grad_o = grad_o.to(q.dtype)
         wants = tuple(ctx.needs_input_grad[3:6])
         operands = (grad_o, q, k, v, o, lse)
-        others = (grad_lse, o_low, alibi, sinks, bias, seed, *lengths)
+        others = (grad_lse, o_low, *others)
         tensors = (grad_o, grad_lse, q, k, v, o, o_low, lse)
         if (
             direct
@@ -231,12 +235,12 @@ class _VariantAttention(torch.autograd.Function):
             results = _run_backward(*tensors, variant, call, deterministic, wants)
         else:
             results = backward_op(
-                *tensors, *variant[:4], *call, *variant[4:], deterministic, *wants
+                *tensors, *variant[:_COUNT], *call, *variant[_COUNT:], deterministic, *wants
             )
         answer = [*results[:3]]
-        for x, grad, wanted in zip((alibi, sinks, bias), results[3:], wants, strict=True):
+        for x, grad, wanted in zip(variant, results[3:], wants, strict=False):
             answer.append(grad.reshape(x.shape) if wanted else None)
-        return *answer, None, None, None
+        return *answer, *(None,) * (_COUNT - len(wants) + 2)
 
     jvp = staticmethod(_no_forward_mode)
 
@@ -244,7 +248,7 @@ class _VariantAttention(torch.autograd.Function):
 def _dispatch(q, k, v, call, variant, deterministic, checked, keep_low, extras):
     """(o, lse, o_low, max_logit or None) by the operator."""
     flags = (deterministic, checked, keep_low, *extras)
-    *outputs, max_logit = forward_op(q, k, v, *variant[:4], *call, *variant[4:], *flags)
+    *outputs, max_logit = forward_op(q, k, v, *variant[:_COUNT], *call, *variant[_COUNT:], *flags)
     return *outputs, max_logit if extras[0] else None
 
 
@@ -263,21 +267,30 @@ class _VariantGradient(torch.autograd.Function):
 
 def _forward_autograd(*arguments):
     count = FORWARD_VARIANT.operand_count
-    if not differentiates(present(arguments[: count - 1])):
+    if not differentiates(x for x in present(arguments[:count]) if x.is_floating_point()):
         with below_autograd():
             return forward_op(*arguments)
     a = FORWARD_VARIANT.split(arguments)
     variant = variant_of(a)
     keep_low = keeps_low(a.q, a.keep_low)
     extras = a.max_logit, a.output_f32
-    how = (a.call, tuple(variant[4:]), a.deterministic, a.checked, False, (True, keep_low), extras)
-    o, lse, *others = apply(_VariantAttention, a.q, a.k, a.v, *variant[:4], how)
+    how = (
+        a.call,
+        tuple(variant[_COUNT:]),
+        a.deterministic,
+        a.checked,
+        False,
+        (True, keep_low),
+        extras,
+    )
+    o, lse, *others = apply(_VariantAttention, a.q, a.k, a.v, *variant[:_COUNT], how)
     o_low = others.pop(0) if keep_low else no_low(a.q, a.v)
     return o, lse, o_low, _or_empty(others[0] if others else None, a.q)
 
 
 def _backward_autograd(*arguments):
-    if differentiates(present(arguments[: BACKWARD_VARIANT.operand_count - 1])):
+    tensors = present(arguments[: BACKWARD_VARIANT.operand_count])
+    if differentiates(x for x in tensors if x.is_floating_point()):
         return apply(_VariantGradient, *arguments)
     with below_autograd():
         return backward_op(*arguments)
@@ -356,12 +369,20 @@ def _checked(variant: Variant, q: Tensor) -> Variant:
     return variant
 
 
+def _in_front(x, rank: int):
+    """``x`` with axes of size 1 in front, which are shared."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
+        return x
+    return x[(None,) * (rank - x.ndim)] if 0 < x.ndim < rank else x
+
+
 def _with_all_axes(variant: Variant) -> Variant:
-    """The bias with four axes: those in front are shared."""
-    bias = variant.bias
-    if not isinstance(bias, Tensor) or bias.layout is not torch.strided or bias.is_nested:
-        return variant
-    return variant._replace(bias=bias[(None,) * (4 - bias.ndim)]) if 0 < bias.ndim < 4 else variant
+    return variant._replace(
+        bias=_in_front(variant.bias, 4),
+        mask=_in_front(variant.mask, 4),
+        query_ids=_in_front(variant.query_ids, 2),
+        key_ids=_in_front(variant.key_ids, 2),
+    )
 
 
 def explained_variant(variant: Variant, q: Tensor) -> Variant:
@@ -374,11 +395,11 @@ def variant_attention(q, k, v, call, variant, dropout, deterministic, checked, r
     if dropout is not None:
         variant = variant._replace(dropout_seed=_seed_of(dropout, q))
     variant = _with_all_axes(variant)
-    tensors = variant[:4]
+    tensors = variant[:_COUNT]
     if type(call) is _C.Call and nothing_watches(
         (q, k, v, *present(tensors), *present(lengths_of(call)))
     ):
-        if grad_enabled() and any(x.requires_grad for x in (q, k, v, *present(tensors[:3]))):
+        if records_any((q, k, v, *present(tensors))):
             return _recorded(q, k, v, call, variant, deterministic, checked, return_lse, extras)
         o, lse, _, max_logit = run_forward(
             q, k, v, call, checked, return_lse, extras, False, readable_variant(variant)
@@ -393,6 +414,6 @@ def variant_attention(q, k, v, call, variant, dropout, deterministic, checked, r
 
 def _recorded(q, k, v, call, variant, deterministic, checked, return_lse, extras):
     """A plain eager call that autograd records."""
-    how = (call, tuple(variant[4:]), deterministic, checked, True, (return_lse, False), extras)
-    answer = apply(_VariantAttention, q, k, v, *variant[:4], how)
+    how = (call, tuple(variant[_COUNT:]), deterministic, checked, True, (return_lse, False), extras)
+    answer = apply(_VariantAttention, q, k, v, *variant[:_COUNT], how)
     return answer if len(answer) > 1 else answer[0]

@@ -23,7 +23,7 @@ _OFFSETS = ("batch_offset", "head_offset", "query_offset", "key_offset")
 _MAX_OFFSET = 2**32 - 1
 _MAX_SEED = 2**63 - 1
 
-NAMES = ("softcap", "alibi", "bias", "sinks", "dropout")  # of the arguments of attention()
+NAMES = ("softcap", "alibi", "bias", "sinks", "dropout", "mask")  # of the arguments of attention()
 
 
 _SEED = "an integer, an int64 tensor of two, or None"
@@ -125,9 +125,11 @@ def _softcap_of(softcap: object) -> float:
 
 
 def resolve_variant(
-    softcap: object, alibi: Any, bias: Any, sinks: Any, dropout: object
+    softcap: object, alibi: Any, bias: Any, sinks: Any, dropout: object, mask: Any
 ) -> tuple[Variant, Dropout | None] | None:
     """The variant, without its seed, and the dropout that asks for one; None: plain attention."""
+    if softcap is alibi is bias is sinks is dropout is mask is None:
+        return None
     chosen = None if dropout is None else _dropout_of(dropout)
     cap = _softcap_of(softcap)
     offsets = (0, 0, 0, 0)
@@ -135,15 +137,77 @@ def resolve_variant(
     if chosen is not None and chosen.dropped > 0:
         dropped = chosen.dropped
         offsets = tuple(getattr(chosen, name) for name in _OFFSETS)
-    if cap == 0.0 and alibi is bias is sinks is None and dropped == 0:
+    if cap == 0.0 and alibi is bias is sinks is mask is None and dropped == 0:
         return None
-    variant = Variant(alibi, sinks, bias, None, cap, dropped, *offsets)
+    *masks, block = _mask_of(mask)
+    variant = Variant(alibi, sinks, bias, None, *masks, cap, dropped, *offsets, block)
     return variant, chosen if dropped > 0 else None
 
 
-def refuse_in_fp8(given: tuple | None) -> None:
-    """``given``: the values of NAMES, or None."""
-    for name, value in zip(NAMES, given or (None,) * len(NAMES), strict=True):
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """A mask of blocks: block (i, j) is visible, or none of its pairs is.
+
+    blocks: bool ``[batch, heads_q, ceil(seqlen_q / block), ceil(seqlen_k / block)]``; the first two
+        may be 1 or left out. Blocks that are False are neither read nor multiplied.
+    block: queries and keys of a block: 64 or 128.
+
+    It combines with ``causal`` and ``window``: a pair is visible when all show it.
+    """
+
+    blocks: Any
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        if dtype_name(getattr(self.blocks, "dtype", None)) != "bool":
+            raise TypeError(f"blocks is {shown(self.blocks)}; it must be a bool tensor")
+        block = integer("block", self.block)
+        if block not in (64, 128):
+            raise ValueError(f"block is {shown(block)}; it must be 64 or 128")
+        object.__setattr__(self, "block", block)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """A mask of documents: a query sees the keys that have its id. Ids come in any order.
+
+    ids: int32 ``[batch, seqlen_q]`` or ``[seqlen_q]``, of queries.
+    key_ids: of keys, ``[batch, seqlen_k]`` or ``[seqlen_k]``; ``None``: ids.
+
+    It combines with ``causal`` and ``window``: a pair is visible when all show it.
+    """
+
+    ids: Any
+    key_ids: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("ids", "key_ids"):
+            value = getattr(self, name)
+            if value is None and name == "key_ids":
+                continue
+            if dtype_name(getattr(value, "dtype", None)) != "int32":
+                raise TypeError(f"{name} is {shown(value)}; it must be an int32 tensor")
+
+
+def _mask_of(mask: Any) -> tuple:
+    """(mask, query_ids, key_ids, mask_block)."""
+    if mask is None:
+        return None, None, None, 0
+    if isinstance(mask, BlockMask):
+        return mask.blocks, None, None, mask.block
+    if isinstance(mask, Documents):
+        return None, mask.ids, mask.ids if mask.key_ids is None else mask.key_ids, 0
+    if dtype_name(getattr(mask, "dtype", None)) != "bool":
+        raise TypeError(
+            f"mask is {shown(mask)}; it must be a bool tensor, a pantile.BlockMask, a "
+            "pantile.Documents or None; what is added to scores is bias"
+        )
+    return mask, None, None, 0
+
+
+def refuse_in_fp8(given: tuple) -> None:
+    """``given``: the values of NAMES."""
+    for name, value in zip(NAMES, given, strict=True):
         if value is not None:
             raise ValueError(f"{name} is {shown(value)}; FP8 attention does not serve it")
 

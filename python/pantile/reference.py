@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from pantile._masks import UNBOUNDED, window_bounds
-from pantile._variants import dropout_mask
+from pantile._variants import BlockMask, Documents, dropout_mask
 
 
 def visible(seqlen_q: int, seqlen_k: int, left: int, right: int, device=None) -> torch.Tensor:
@@ -75,6 +75,19 @@ def _attend(q, k, v, mask, scale, change):
     return weights @ v, lse.masked_fill(~alive.squeeze(-1), -torch.inf)
 
 
+def shown(mask, rows, keys):
+    """The bool tensor of ``mask`` of :func:`pantile.attention`, [batch | 1, heads | 1, rows, keys];
+    its blocks are cut to the lengths."""
+    if isinstance(mask, BlockMask):
+        blocks = mask.blocks.repeat_interleave(mask.block, -2).repeat_interleave(mask.block, -1)
+        return blocks[..., :rows, :keys]
+    if isinstance(mask, Documents):
+        ids = mask.ids.reshape(-1, mask.ids.shape[-1])
+        key_ids = ids if mask.key_ids is None else mask.key_ids.reshape(-1, mask.key_ids.shape[-1])
+        return (ids[:, :rows, None] == key_ids[:, None, :keys])[:, None]
+    return mask[..., :rows, :keys]
+
+
 def _kept(dropout, batch, heads, rows, keys, dtype, device):
     if dropout is None:
         return None
@@ -103,6 +116,7 @@ def attention(
     bias=None,
     sinks=None,
     dropout=None,
+    mask=None,
     dtype=torch.float64,
 ):
     """(o, lse) of :func:`pantile.attention`, computed in ``dtype``; None keeps the dtype of q.
@@ -117,7 +131,9 @@ def attention(
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))  # [batch, heads, seq, dim]
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    mask = visible(q.shape[2], k.shape[2], left, right, q.device)
+    seen = visible(q.shape[2], k.shape[2], left, right, q.device)
+    if mask is not None:
+        seen = seen & shown(mask, q.shape[2], k.shape[2])
     alibi, bias, sinks = (None if x is None else x.to(dtype) for x in (alibi, bias, sinks))
     if k.shape[2] == 0:
         o, lse = _nothing(q, v, sinks)
@@ -125,7 +141,7 @@ def attention(
         if alibi is not None and alibi.ndim == 1:
             alibi = alibi[None]
         kept = _kept(dropout, *q.shape[:3], k.shape[2], dtype, q.device)
-        o, lse = _attend(q, k, v, mask, scale, _Change(softcap, alibi, bias, sinks, kept))
+        o, lse = _attend(q, k, v, seen, scale, _Change(softcap, alibi, bias, sinks, kept))
     return o.transpose(1, 2), lse
 
 
@@ -135,6 +151,13 @@ def _bias_of_sequence(bias, b, rows, keys):
     bias = bias[(None,) * (4 - bias.ndim)]
     batch = b if bias.shape[0] > 1 else 0
     return bias[batch : batch + 1, :, : max(rows, 1), :keys]
+
+
+def _mask_of_sequence(mask, b, rows, keys):
+    if mask is None:
+        return None
+    mask = shown(mask, max(rows, 1), keys)
+    return mask[b : b + 1] if mask.ndim == 4 and mask.shape[0] > 1 else mask
 
 
 def _dropout_of_sequence(dropout, b):
@@ -159,6 +182,7 @@ def varlen_attention(
     bias=None,
     sinks=None,
     dropout=None,
+    mask=None,
     dtype=torch.float64,
 ):
     """(o, lse) of :func:`pantile.varlen_attention`: one sequence after the other."""
@@ -184,6 +208,7 @@ def varlen_attention(
             bias=_bias_of_sequence(bias, b, rows, keys),
             sinks=sinks,
             dropout=_dropout_of_sequence(dropout, b),
+            mask=_mask_of_sequence(mask, b, rows, keys),
             dtype=dtype,
         )
         # Not in place into a slice that autograd saved: index_copy keeps the graph simple.

@@ -194,6 +194,9 @@ void check(const Shape& shape, const Choice& choice, unsigned seed) {
   VariantCase c(shape, choice, seed);
   const Results truth = c.run(Target{Backend::reference, CpuIsa::baseline, 2});
   const char* const names[] = {"O", "LSE", "dQ", "dK", "dV", "slopes", "sinks", "bias"};
+  // Slopes and sinks are sums over a whole head, of terms that cancel.
+  constexpr std::size_t kSlopes = 5;
+  constexpr std::size_t kSinks = 6;
   const double bound = shape.dtype == DType::f32 ? 3e-6 : shape.dtype == DType::f16 ? 3e-3 : 2e-2;
   for (const CpuIsa isa : usable_isas()) {
     std::ostringstream trace;
@@ -203,7 +206,8 @@ void check(const Shape& shape, const Choice& choice, unsigned seed) {
     const Results two = c.run(Target{Backend::cpu, isa, 2});
     for (std::size_t i = 0; i < truth.all.size(); ++i) {
       SCOPED_TRACE(names[i]);
-      EXPECT_LT(relative_error(one.all[i], truth.all[i]), bound);
+      const double sums = i == kSlopes || i == kSinks ? 4.0 : 1.0;
+      EXPECT_LT(relative_error(one.all[i], truth.all[i]), sums * bound);
       EXPECT_TRUE(one.all[i] == two.all[i] || relative_error(two.all[i], one.all[i]) == 0.0);
     }
   }

@@ -103,6 +103,21 @@ TEST(Fields, CanonicalProblemsStayAsTheyAre) {
   }
 }
 
+// Kernels of no GPU walk over tiles that such a mask names: a row that listed it would ignore it.
+TEST(Features, NoGpuRowServesMasksBesideTheWindow) {
+  int gpu_rows = 0;
+  for (int i = 0; i < kernel_count(); ++i) {
+    const KernelInfo& row = kernel_info(i);
+    if (row.backend == Backend::hopper || row.backend == Backend::ampere) {
+      ++gpu_rows;
+      for (const Feature mask : {Feature::block_mask, Feature::element_mask, Feature::documents}) {
+        EXPECT_FALSE(row.features.has(mask)) << row.name;
+      }
+    }
+  }
+  EXPECT_GT(gpu_rows, 100);
+}
+
 // Which fields ask for a feature. One that is new must be put here, or among those that have none
 // because a rule of every family looks at them.
 TEST(Features, AreAskedForByTheseFields) {

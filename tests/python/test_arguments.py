@@ -176,6 +176,8 @@ CALLS = {
     "quantize_packed": (pantile.quantize, packed),
     "quantize_codes": (pantile.quantize, codes),
     "merge_attention": (pantile.merge_attention, partials),
+    "BlockMask": (lambda **given: attend_blocks(**given), dict),
+    "Documents": (lambda **given: attend_documents(**given), dict),
     "Dropout": (lambda **given: attend_dropped(**given), dict),
     "dropout_mask": (pantile.dropout_mask, mask_sizes),
     "Options": (lambda **given: attend_with(**given), dict),
@@ -208,12 +210,26 @@ def attend_dropped(**given):
     return pantile.attention(**dense(), dropout=pantile.Dropout(**{"p": 0.5, **given}))
 
 
+def attend_blocks(**given):
+    blocks = torch.ones(2, 4, 1, 1, dtype=torch.bool)
+    return pantile.attention(**dense(), mask=pantile.BlockMask(**{"blocks": blocks, **given}))
+
+
+def attend_documents(**given):
+    ids = torch.zeros(2, 5, dtype=torch.int32)
+    key_ids = torch.zeros(2, 7, dtype=torch.int32)
+    documents = pantile.Documents(**{"ids": ids, "key_ids": key_ids, **given})
+    return pantile.attention(**dense(), mask=documents)
+
+
 def attend_softmax(**given):
     return attend_with(softmax=SoftmaxOptions(**given))
 
 
 def parameters(name: str) -> list[str]:
     classes = {
+        "BlockMask": pantile.BlockMask,
+        "Documents": pantile.Documents,
         "Dropout": pantile.Dropout,
         "Options": pantile.Options,
         "SoftmaxOptions": SoftmaxOptions,
@@ -224,6 +240,8 @@ def parameters(name: str) -> list[str]:
 
 def test_every_public_function_is_here():
     assert {function.__name__ for function, _ in CALLS.values()} - {"<lambda>"} | PLAIN | {
+        "BlockMask",
+        "Documents",
         "Dropout",
         "Options",
     } == set(pantile.__all__)
@@ -259,6 +277,9 @@ ALSO = {
     "backend": ("hopper", "ampere"),
     "options": ("backend",),
     "partials": ("lse has shape",),
+    "blocks": ("mask",),
+    "block": ("mask",),
+    "ids": ("query_ids",),
 }
 
 

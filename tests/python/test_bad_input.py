@@ -361,12 +361,12 @@ CASES = {
     "dropout_p": (
         call({"dropout_p": 0.0}),
         TypeError,
-        "attention() has no argument dropout_p: it is not supported; leave it out",
+        "attention() has no argument dropout_p: use dropout",
     ),
     "attn_mask": (
         call({"attn_mask": torch.ones(4, 6)}),
         TypeError,
-        "attention() has no argument attn_mask: it is not supported; leave it out",
+        "attention() has no argument attn_mask: a bool mask is mask, a float one bias",
     ),
     "lengths_of_dense_tensors": (
         call({"cu_seqlens_q": torch.zeros(3)}),
@@ -392,8 +392,9 @@ CASES = {
     "dropout_by_position": (
         lambda: pantile.attention(*[torch.randn(1, 4, 2, 8)] * 3, 0.1),
         TypeError,
-        "attention() takes no more arguments by position; give causal, window, scale, "
-        "return_lse, return_max_logit, deterministic, options by name",
+        "attention() takes no more arguments by position; give causal, window, scale, softcap, "
+        "alibi, bias, sinks, dropout, mask, return_lse, return_max_logit, deterministic, options "
+        "by name",
     ),
     "fp8_of_tensors": (
         lambda: pantile.fp8.attention(torch.randn(1, 4, 2, 8)),
@@ -564,7 +565,7 @@ def test_nothing_is_written():
 def test_unimplemented_arguments_are_refused():
     """Nothing is accepted silently."""
     made = tensors()
-    for name in ("softcap", "bias", "alibi_slopes", "dropout_p", "sinks", "block_mask"):
+    for name in ("score_mod", "alibi_slopes", "dropout_p", "block_mask", "qv"):
         with pytest.raises(TypeError, match=name):
             pantile.attention(**made, **{name: 0.5})
 

@@ -12,17 +12,22 @@ from support import Target
 
 pantile.load_torch()
 
-DIMS = [(64, 64), (72, 72), (96, 96), (128, 128), (128, 64), (192, 192), (192, 128), (256, 256)]
+DIMS = [
+    (32, 32),
+    (64, 64),
+    (72, 72),
+    (96, 96),
+    (128, 128),
+    (128, 64),
+    (192, 192),
+    (192, 128),
+    (256, 256),
+]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-# Rounding P, dS and the result to 16 bits gives 2.4e-3 in bf16, 3e-4 in f16. Ampere sums the P that
-# it multiplies, but has no sums of dS: the leak stays, 9e-3 in bf16 (docs/numerics.md).
+# Rounding P, dS and the result to 16 bits gives 2.4e-3 in bf16, 3e-4 in f16; with the leak it would
+# be 7e-3 to 9e-3 and 1e-3 (docs/numerics.md).
 BOUNDS = {"bf16": 3.6e-3, "f16": 4e-4}
-AMPERE_BOUNDS = {"bf16": 1.1e-2, "f16": 1.4e-3}
 modes = pytest.mark.parametrize("deterministic", [False, True], ids=["floating", "deterministic"])
-
-
-def bound(target: Target, dtype: str) -> float:
-    return (AMPERE_BOUNDS if target.backend == "ampere" else BOUNDS)[dtype]
 
 
 def operands(target: Target, dims, dtype: str, rows=700, keys=700, heads=4, heads_k=2):
@@ -77,7 +82,7 @@ def test_keys_with_a_mean(target: Target, dtype, dims, causal, deterministic):
     inputs = operands(target, dims, dtype)
     found = run(target, *inputs, causal, deterministic)
     for x, expected in zip(found, exact(*inputs, causal), strict=True):
-        assert relative(x, expected) <= bound(target, dtype)
+        assert relative(x, expected) <= BOUNDS[dtype]
 
 
 @modes
@@ -97,7 +102,7 @@ def test_other_lengths_and_a_gradient_of_the_lse(target: Target, dims, rows, key
         part = [inputs[0][:, seen:], *inputs[1:3], inputs[3][:, seen:]]
         expected = exact(*part, causal, grad_lse[..., seen:])
         for x, y in zip((found[0][:, seen:], *found[1:]), expected, strict=True):
-            assert relative(x, y) <= bound(target, "bf16")
+            assert relative(x, y) <= BOUNDS["bf16"]
         assert not found[0][:, :seen].any()
 
 
@@ -113,7 +118,7 @@ def test_loud_keys_do_not_spoil_the_mean(target: Target, dims, deterministic):
         k[:, loud, :, 0] = -1e4
         found = run(target, q, k, v, grad_o, False, deterministic)
         for x, expected in zip(found, exact(q, k, v, grad_o, False), strict=True):
-            assert relative(x, expected) <= bound(target, "bf16")
+            assert relative(x, expected) <= BOUNDS["bf16"]
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
@@ -144,7 +149,7 @@ def test_heads_are_taken_by_themselves(target: Target, dims):
         inputs = [x[part][None] for x, part in zip((q, k, v), parts, strict=True)]
         expected = exact(*inputs, grad_o[parts[0]][None], False)
         for x, part, y in zip(found, parts, expected, strict=True):
-            assert relative(x[part], y[0]) <= bound(target, "bf16")
+            assert relative(x[part], y[0]) <= BOUNDS["bf16"]
 
 
 def test_a_nan_in_a_key_that_is_not_seen(target: Target):
@@ -155,6 +160,6 @@ def test_a_nan_in_a_key_that_is_not_seen(target: Target):
     inputs[1][0, 699, 0] = torch.nan
     found = run(target, *inputs, True, False)
     assert found[0][0, 699, :2].isnan().all()
-    # the last tile of rows holds rows that do not see it: docs/numerics.md
-    assert torch.equal(found[0][0, :512], clean[0][0, :512]) or target.device != "cuda"
-    assert found[0][0, :512].isfinite().all()
+    # The last tile of rows holds rows that do not see it: docs/numerics.md. Additions to dQ and to
+    # the sums of dS have no order here, so that a few elements may be rounded the other way.
+    assert relative(found[0][0, :512], clean[0][0, :512].double()) <= 1e-4

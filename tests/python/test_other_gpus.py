@@ -11,8 +11,10 @@ import pantile
 import pytest
 import torch
 from support import run_python
+from test_key_means import DIMS
 
 pytestmark = pytest.mark.gpu
+smaller_gpus = pytest.mark.parametrize("kilobytes", [99, 163], ids=["sm_86", "sm_80"])
 
 
 def ampere_rows() -> list[str]:
@@ -27,18 +29,11 @@ def ampere_rows() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kilobytes", [99, 163], ids=["sm_86", "sm_80"])
-def test_tiles_of_smaller_gpus(kilobytes):
-    """Every row within the contract's bound, with the tiles it takes where blocks get less: packed
-    sequences of lengths around tile edges, under every mask the row has."""
-    rows = ampere_rows()
-    if not rows:
-        pytest.skip("no ampere kernels in this build")
-    tests = pathlib.Path(__file__).with_name("test_kernels.py")
+def run_with_shared_memory(kilobytes: int, *arguments: str) -> str:
+    """What pytest says of a run in which blocks get no more than that."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        + [f"{tests}::test_row_packed_sequences[{row}]" for row in rows],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         env={**environment, "PANTILE_SHARED_MEMORY_KB": str(kilobytes)},
         capture_output=True,
         text=True,
@@ -46,7 +41,48 @@ def test_tiles_of_smaller_gpus(kilobytes):
         check=False,
     )
     assert result.returncode == 0, result.stdout[-3000:]
-    assert f"{len(rows)} passed" in result.stdout, result.stdout[-500:]
+    return result.stdout
+
+
+@smaller_gpus
+def test_tiles_of_smaller_gpus(kilobytes):
+    """Every row within the contract's bound, with the tiles it takes where blocks get less: packed
+    sequences of lengths around tile edges, under every mask the row has."""
+    rows = ampere_rows()
+    if not rows:
+        pytest.skip("no ampere kernels in this build")
+    tests = pathlib.Path(__file__).with_name("test_kernels.py")
+    said = run_with_shared_memory(
+        kilobytes, *[f"{tests}::test_row_packed_sequences[{row}]" for row in rows]
+    )
+    assert f"{len(rows)} passed" in said, said[-500:]
+
+
+@smaller_gpus
+def test_keys_with_a_mean_in_tiles_of_smaller_gpus(kilobytes):
+    """Where warps share the sums of dS in other ways, or sum all keys of a step."""
+    if not any("backward_bf16" in row for row in ampere_rows()):
+        pytest.skip("no 16-bit ampere backward in this build, or none that runs here")
+    tests = pathlib.Path(__file__).with_name("test_key_means.py")
+    said = run_with_shared_memory(
+        kilobytes,
+        "-k",
+        "ampere and bf16 and not f32",
+        f"{tests}::test_keys_with_a_mean",
+    )
+    assert f"{len(DIMS) * 4} passed" in said, said[-500:]  # masks, modes
+
+
+@smaller_gpus
+def test_variants_in_tiles_of_smaller_gpus(kilobytes):
+    """Alone and in pairs, without bias. Refused: slopes with a gradient beside a softcap."""
+    if not any("backward_bf16" in row for row in ampere_rows()):
+        pytest.skip("no 16-bit ampere backward in this build, or none that runs here")
+    tests = pathlib.Path(__file__).with_name("test_variants.py")
+    said = run_with_shared_memory(
+        kilobytes, "-k", "test_dense and ampere and not f32 and not bias", str(tests)
+    )
+    assert "24 passed, 4 skipped" in said, said[-500:]
 
 
 def test_shared_memory_is_never_raised():

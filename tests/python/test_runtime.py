@@ -12,7 +12,7 @@ import pantile
 import pytest
 import torch
 from pantile import _C, _runtime
-from pantile._schema import CALL_FIELDS, Call, bind, call_stub
+from pantile._schema import CALL_FIELDS, Call, Variant, bind, call_stub
 from support import run_python
 
 # ---- workspaces of CUDA runs; the lender works on any device
@@ -305,6 +305,10 @@ def test_one_list_of_fields():
     schema = torch.ops.pantile.forward.default._schema
     names = [argument.name for argument in schema.arguments]
     assert names[3 : 3 + len(Call._fields)] == list(Call._fields)
+    assert Variant._fields == _C.VARIANT_FIELDS
+    schema = torch.ops.pantile.forward_variant.default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert tuple(x for x in names if x in Variant._fields) == Variant._fields
     stub = pathlib.Path(pantile.__file__).with_name("_C.pyi").read_text()
     assert call_stub() in stub, f"_C.pyi must hold\n{call_stub()}"
 

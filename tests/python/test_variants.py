@@ -62,7 +62,7 @@ def arguments_of(names, case, target: Target, seed: int = 5) -> dict:
 def serves(case, target: Target, given: dict, gradients: bool) -> None:
     """Skips with the reason of a backend that refuses."""
     given = {
-        name: x.detach().requires_grad_(gradients) if isinstance(x, torch.Tensor) else x
+        name: x.detach().requires_grad_(gradients) if name in LEARNED else x
         for name, x in given.items()
     }
     plan = case.explain(options=target.options, **given)
@@ -341,9 +341,9 @@ def test_mask_does_not_depend_on_the_layout(target):
         options=target.options,
     )
     torch.testing.assert_close(o.unflatten(0, (2, 75)), whole[0])
-    part = dataclasses.replace(dropout, query_offset=30)
-    o = pantile.attention(q[:, 30:], k, v, dropout=part, options=target.options)
-    torch.testing.assert_close(o, whole[0][:, 30:])
+    part = dataclasses.replace(dropout, query_offset=32)
+    o = pantile.attention(q[:, 32:], k, v, dropout=part, options=target.options)
+    torch.testing.assert_close(o, whole[0][:, 32:])
     parts = [
         pantile.attention(
             q,
@@ -353,7 +353,7 @@ def test_mask_does_not_depend_on_the_layout(target):
             options=target.options,
             dropout=dataclasses.replace(dropout, key_offset=keys.start),
         )
-        for keys in (slice(0, 50), slice(50, 141))
+        for keys in (slice(0, 48), slice(48, 141))
     ]
     o, lse = pantile.merge_attention(parts)
     torch.testing.assert_close(o, whole[0], rtol=2e-2, atol=2e-2)

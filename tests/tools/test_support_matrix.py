@@ -22,6 +22,13 @@ def project(tmp_path, monkeypatch):
         "cuda/kernels.def": KERNELS,
         "cpp/host/kernel_table.cc": 'cpu_forward("cpu_forward_f32", DType::f32)\n'
         'cpu_forward_fp8("cpu_forward_e4m3", DType::e4m3)\n',
+        "cpp/host/features.h": """
+inline constexpr FeatureSet plain{Feature::packed};
+constexpr FeatureSet more(FeatureSet set) {
+  return set.with(Feature::softcap).with(Feature::documents);
+}
+inline constexpr FeatureSet forward_16bit = more(plain);
+""",
         "cpp/include/pantile/problem.h": "inline constexpr int kMaxHeadDim = 500;",
         "cpp/core/scaling.h": "inline constexpr int kMaxFp8Dim = 200;",
         "docs/gpu-verification.json": json.dumps(
@@ -53,6 +60,19 @@ def test_features_come_from_the_kernel_table(project):
     assert found["kernels for head dims, forward"] == ["64, 192x128", "32", "1 to 500"]
     assert found["FP8 (e4m3) kernels for head dims, forward"] == ["96", "no", "1 to 200"]
     assert found["masks"] == ["full, causal", "full, causal, window", "full, causal, window"]
+
+
+def test_variants_come_from_the_feature_sets(project):
+    assert rows()["[variants](docs/variants.md)"] == ["no", "no", "no"]
+    kernels = project / "cuda/kernels.def"
+    kernels.write_text("PANTILE_KERNEL(hopper, forward, bf16, 64, 64, full, forward_16bit)\n")
+    table = project / "cpp/host/kernel_table.cc"
+    table.write_text("cpu_info() {\n  return more(plain).with(Feature::alibi);\n}\n")
+    assert rows()["[variants](docs/variants.md)"] == [
+        "softcap, documents",
+        "no",
+        "softcap, ALiBi, documents",
+    ]
 
 
 def test_a_backend_is_tested_where_a_test_passed(project):

@@ -197,6 +197,7 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
   const float* lse = head_values(job.lse, job.q.side, block.batch, tile.head) + tile.rows.begin;
   const float* delta = head_values(job.delta, job.q.side, block.batch, tile.head) + tile.rows.begin;
   const bool pairs = Math::kDepth == 2;
+  const VisiblePairs visible{block.mask, job.variant.mask, block.batch, tile.head};
   RowSums row_sums(job, block, tile, scratch.grad_queries);
   float* sums = nullptr;
   for (int place = 0; place < block.keys.size(); place += kBackwardKeys) {
@@ -206,15 +207,20 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
     if (tile.index < plan.visit.begin || tile.index >= plan.visit.end) {
       continue;
     }
+    const Sight sight = sight_of(job.variant.mask, block.batch, tile.head, tile.rows, keys);
+    if (sight == Sight::none) {
+      continue;
+    }
     const Subtile subtile{place, keys, core::ceil_div(keys.size(), kLanes),
                           tile.index >= plan.full.begin && tile.index < plan.full.end};
     score<Math>(tile, subtile, q.as_a, scratch.keys, job.dim, job.scale, scratch.scores);
     score<Math>(tile, subtile, grad_o.as_a, scratch.values, job.dim_v, 1.0f, scratch.grad_scores);
-    if (job.variant.any_score || job.variant.dropped > 0) {
+    if (job.variant.any_score || job.variant.dropped > 0 || sight == Sight::some) {
       change_rows(job.variant, block.mask, block.batch, tile.head, tile.rows, keys, kBackwardKeys,
                   scratch.scores, scratch.slopes);
       const float* slopes = job.variant.softcap > 0.0f ? scratch.slopes : nullptr;
-      VariantChange change(job, block.batch, block.mask, tile, subtile, slopes, scratch.random);
+      VariantChange change(job, block.batch, block.mask, tile, subtile, sight == Sight::some,
+                           slopes, scratch);
       weigh<Math>(block.mask, tile, subtile, lse, delta, scratch, change);
       if (job.slope_sums != nullptr) {
         job.slope_sums[slope_number(job, block, tile.head)] -= change.distance_sum();
@@ -223,17 +229,22 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
       NoChange change;
       weigh<Math>(block.mask, tile, subtile, lse, delta, scratch, change);
     }
-    add_to_keys<Math>(block.mask, tile, subtile, pairs ? scratch.pairs_p : scratch.scores,
-                      grad_o.as_b, job.dim_v, scratch.grad_values, grad_o.not_finite());
-    add_to_keys<Math>(block.mask, tile, subtile, pairs ? scratch.pairs_ds : scratch.grad_scores,
+    add_to_keys<Math>(visible, tile, subtile, pairs ? scratch.pairs_p : scratch.scores, grad_o.as_b,
+                      job.dim_v, scratch.grad_values, grad_o.not_finite());
+    add_to_keys<Math>(visible, tile, subtile, pairs ? scratch.pairs_ds : scratch.grad_scores,
                       q.as_b, job.dim, scratch.grad_keys, q.not_finite());
     const bool empty = sums == nullptr && row_sums.is_empty();
     if (sums == nullptr) {
       sums = row_sums.take();
     }
-    add_to_rows<Math>(block.mask, tile, subtile,
-                      pairs ? scratch.pairs_ds_keys : scratch.grad_scores, job.dim, empty, sums,
-                      scratch, keys_not_finite);
+    add_to_rows<Math>(visible, tile, subtile, pairs ? scratch.pairs_ds_keys : scratch.grad_scores,
+                      job.dim, empty, sums, scratch, keys_not_finite);
+  }
+  if (sums == nullptr) {  // the mask hides all: nothing to add, but the turn must pass on
+    sums = row_sums.take();
+    if (row_sums.is_empty()) {
+      fill(sums, tile.rows.size() * padded(job.dim), 0.0f);
+    }
   }
   row_sums.release();
 }

@@ -1,6 +1,7 @@
 // The steps of the backward on one row tile and one subtile of keys, see backward.h.
 #pragma once
 
+#include "cpu/isa/mask.h"
 #include "cpu/isa/pairs.h"
 #include "cpu/isa/problem.h"
 #include "cpu/isa/variant.h"
@@ -107,6 +108,8 @@ PANTILE_INLINE void weigh_pair(const RowPair& pair, const Subtile& subtile, int 
         p[i] = select(visible, p[i], Floats{});
         ds[i] = select(visible, ds[i], Floats{});
       }
+      p[i] = change.show(p[i], row + i, v * kLanes);
+      ds[i] = change.show(ds[i], row + i, v * kLanes);
       p[i] = change.drop(p[i], kept);
       ds[i] = change.finish(ds[i], row + i, v * kLanes);
     }
@@ -119,23 +122,30 @@ struct NoChange {
   struct Nothing {};
   PANTILE_INLINE Nothing kept(int, int) const { return {}; }
   PANTILE_INLINE Floats drop(Floats x, Nothing) const { return x; }
+  PANTILE_INLINE Floats show(Floats x, int, int) const { return x; }
   PANTILE_INLINE Floats finish(Floats ds, int, int) const { return ds; }
 };
 
 // A variant, on the subtile that change_rows() has seen. `slopes` are the softcap's derivatives, or
-// null: dS is then that of the scores that the softcap gave.
+// null: dS is then that of the scores that the softcap gave. `masked`: its mask hides some pairs.
 class VariantChange {
  public:
   VariantChange(const BackwardJob& job, int batch, const core::Mask& mask, const QueryTile& tile,
-                const Subtile& subtile, const float* slopes, std::uint8_t* random)
+                const Subtile& subtile, bool masked, const float* slopes,
+                const BackwardScratch& scratch)
       : dropped_(job.variant.dropped),
         scale_(splat(core::dropout_scale(job.variant.dropped))),
         slopes_(slopes),
+        shown_(masked ? scratch.shown : nullptr),
         sums_distances_(job.variant_gradients.alibi_slopes != nullptr),
         first_distance_(tile.rows.begin + mask.keys - mask.rows - subtile.keys.begin) {
     if (dropped_ > 0) {
       const Span keys{subtile.keys.begin, subtile.keys.begin + subtile.vectors * kLanes};
-      random_ = random_bytes<false>(job.variant, batch, tile.head, tile.rows, keys, random);
+      random_ = random_bytes<false>(job.variant, batch, tile.head, tile.rows, keys, scratch.random);
+    }
+    if (masked) {
+      shown_bytes<false>(job.variant.mask, batch, tile.head, tile.rows, subtile.keys, kBackwardKeys,
+                         scratch.shown);
     }
   }
 
@@ -146,6 +156,12 @@ class VariantChange {
                : select(PANTILE_ISA::kept(random_, dropped_, row, lane), scale_, Floats{});
   }
   PANTILE_INLINE Floats drop(Floats x, Floats kept) const { return x * kept; }
+
+  PANTILE_INLINE Floats show(Floats x, int row, int lane) const {
+    return shown_ == nullptr
+               ? x
+               : select(shown_lanes(shown_ + row * kBackwardKeys + lane), x, Floats{});
+  }
 
   PANTILE_INLINE Floats finish(Floats ds, int row, int lane) {
     if (sums_distances_) {
@@ -172,6 +188,7 @@ class VariantChange {
   const int dropped_;
   const Floats scale_;
   const float* const slopes_;
+  const std::uint8_t* const shown_;
   const bool sums_distances_;
   const int first_distance_;
   RandomBytes random_{};
@@ -216,7 +233,7 @@ inline void score(const QueryTile& tile, const Subtile& subtile, const void* a, 
 
 // dV += P^T dO, or dK += dS^T Q. `not_finite` are the rows of dO or Q if some were dropped.
 template <class Math>
-inline void add_to_keys(const core::Mask& mask, const QueryTile& tile, const Subtile& subtile,
+inline void add_to_keys(const VisiblePairs& visible, const QueryTile& tile, const Subtile& subtile,
                         const void* weights, const void* rows, int dim, float* sums,
                         const Rows* not_finite) {
   using Item = typename Math::Item;
@@ -233,7 +250,7 @@ inline void add_to_keys(const core::Mask& mask, const QueryTile& tile, const Sub
   multiply<Math, Start::old, Walk::along_columns>(p);
   if (not_finite != nullptr) {
     add_not_finite<Walk::along_columns>(p, subtile.keys.size(), *not_finite, [&](int key, int row) {
-      return core::is_visible(mask, tile.rows.begin + row, subtile.keys.begin + key);
+      return visible(tile.rows.begin + row, subtile.keys.begin + key);
     });
   }
 }
@@ -241,7 +258,7 @@ inline void add_to_keys(const core::Mask& mask, const QueryTile& tile, const Sub
 // dQ += dS K, or dQ = dS K if the sums are empty. `not_finite` are the rows of the block's K if
 // some were dropped.
 template <class Math>
-inline void add_to_rows(const core::Mask& mask, const QueryTile& tile, const Subtile& subtile,
+inline void add_to_rows(const VisiblePairs& visible, const QueryTile& tile, const Subtile& subtile,
                         const void* weights, int dim, bool empty, float* sums,
                         const BackwardScratch& scratch, const Rows* not_finite) {
   using Item = typename Math::Item;
@@ -264,9 +281,7 @@ inline void add_to_rows(const core::Mask& mask, const QueryTile& tile, const Sub
   if (not_finite != nullptr) {
     add_not_finite<Walk::along_rows>(
         p, tile.rows.size(), not_finite->part(subtile.place, subtile.keys.size()),
-        [&](int row, int key) {
-          return core::is_visible(mask, tile.rows.begin + row, subtile.keys.begin + key);
-        });
+        [&](int row, int key) { return visible(tile.rows.begin + row, subtile.keys.begin + key); });
   }
 }
 

@@ -41,7 +41,7 @@ PANTILE_INLINE BiasTile bias_tile(const BackwardJob& job, int item) {
 
 // dS of one row tile of one head into scratch.grad_scores.
 inline void grad_scores(const BackwardJob& job, const KeyBlock& block, const QueryTile& tile,
-                        const Subtile& subtile, const BackwardScratch& scratch) {
+                        const Subtile& subtile, bool masked, const BackwardScratch& scratch) {
   const Rows q = rows_of(job.dtype, job.q, block.batch, tile.head, tile.rows, job.dim);
   const Rows grad_o = rows_of(job.dtype, job.grad_o, block.batch, tile.head, tile.rows, job.dim_v);
   auto* queries = static_cast<float*>(scratch.queries);
@@ -54,7 +54,7 @@ inline void grad_scores(const BackwardJob& job, const KeyBlock& block, const Que
   score<FloatMath>(tile, subtile, grads, scratch.values, job.dim_v, 1.0f, scratch.grad_scores);
   change_rows(job.variant, block.mask, block.batch, tile.head, tile.rows, subtile.keys,
               kBackwardKeys, scratch.scores, nullptr);
-  VariantChange change(job, block.batch, block.mask, tile, subtile, nullptr, scratch.random);
+  VariantChange change(job, block.batch, block.mask, tile, subtile, masked, nullptr, scratch);
   weigh<FloatMath>(block.mask, tile, subtile, lse, delta, scratch, change);
 }
 
@@ -95,7 +95,11 @@ inline void add_head(const BackwardJob& job, const BiasTile& bias, int batch, in
     const Span rows{t * kBackwardRows, core::min_of((t + 1) * kBackwardRows, mask.rows)};
     const Subtile subtile{0, keys, core::ceil_div(keys.size(), kLanes),
                           t >= plan.full.begin && t < plan.full.end};
-    grad_scores(job, block, QueryTile{head, t, rows}, subtile, scratch);
+    const Sight sight = sight_of(job.variant.mask, batch, head, rows, keys);
+    if (sight == Sight::none) {
+      continue;
+    }
+    grad_scores(job, block, QueryTile{head, t, rows}, subtile, sight == Sight::some, scratch);
     add_grad_scores(bias, rows.size(), subtile.vectors, scratch);
   }
 }

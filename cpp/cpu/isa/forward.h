@@ -17,6 +17,7 @@
 #include <type_traits>
 
 #include "core/softmax_state.h"
+#include "cpu/isa/mask.h"
 #include "cpu/isa/pairs.h"
 #include "cpu/isa/problem.h"
 #include "cpu/isa/variant.h"
@@ -128,8 +129,9 @@ inline Floats soften(float* scores, typename Math::Item* items, int keys, float*
 // What a row tile sees of the packed tile of keys.
 struct SeenKeys {
   Span keys;
-  int skip;   // packed keys before the first
-  bool full;  // no pair is hidden
+  int skip;     // packed keys before the first
+  bool full;    // no pair is hidden by the window
+  bool masked;  // some are by the mask beside it
   // Rows of V in the packed tile if some of their values were dropped, or null.
   const Rows* not_finite;
 };
@@ -143,6 +145,7 @@ PANTILE_INLINE SeenKeys seen_keys(const RowTile& tile, int packed, const Rows* n
   return SeenKeys{{packed + skip, core::min_of(packed + kForwardKeys, tile.keys.end)},
                   skip,
                   number >= tile.plan.full.begin && number < tile.plan.full.end,
+                  false,
                   not_finite};
 }
 
@@ -167,7 +170,7 @@ inline void score(const ForwardJob& job, const RowTile& tile, const SeenKeys& se
 
 // Step d.
 template <class Math>
-inline void add_values(const ForwardJob& job, const core::Mask& mask, const RowTile& tile,
+inline void add_values(const ForwardJob& job, const ForwardBlock& block, const RowTile& tile,
                        const SeenKeys& seen, const ForwardScratch& scratch) {
   using Item = typename Math::Item;
   const int width = padded(job.dim_v);
@@ -185,8 +188,9 @@ inline void add_values(const ForwardJob& job, const core::Mask& mask, const RowT
   multiply<Math, Start::old_scaled, Walk::along_columns>(p);
   if (seen.not_finite != nullptr) {
     const Rows values = seen.not_finite->part(seen.skip, seen.keys.size());
+    const VisiblePairs visible{block.mask, job.variant.mask, block.batch, block.head};
     add_not_finite<Walk::along_columns>(p, tile.rows.size(), values, [&](int i, int k) {
-      return core::is_visible(mask, tile.rows.begin + i, seen.keys.begin + k);
+      return visible(tile.rows.begin + i, seen.keys.begin + k);
     });
   }
 }
@@ -202,6 +206,11 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
   }
   if (!seen.full) {
     hide_scores(block.mask, tile, seen.keys, scratch.scores);
+  }
+  if (seen.masked) {
+    shown_bytes<true>(job.variant.mask, block.batch, block.head, tile.rows, seen.keys, kForwardRows,
+                      scratch.shown);
+    hide_unshown(scratch.shown, seen.keys.size(), tile.vectors, scratch.scores);
   }
   pad_scores(seen.keys.size(), scratch.scores);
   auto* items = static_cast<typename Math::Item*>(scratch.probabilities);
@@ -220,7 +229,7 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
     drop_weights(random, job.variant.dropped, seen.keys.size(), tile.vectors, scratch.scores,
                  items);
   }
-  add_values<Math>(job, block.mask, tile, seen, scratch);
+  add_values<Math>(job, block, tile, seen, scratch);
 }
 
 // O, normalised, of one row: from the sums to the tensor, with its low bits where they are wanted.
@@ -325,15 +334,28 @@ inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
   for (int k = seen.begin / kForwardKeys; k * kForwardKeys < seen.end; ++k) {
     const Span keys{k * kForwardKeys, core::min_of((k + 1) * kForwardKeys, block.mask.keys)};
     const Rows values = rows_of(job.dtype, job.v, block.batch, key_head, keys, job.dim_v);
-    pack_rows(Math(), static_cast<Item*>(scratch.keys),
-              rows_of(job.dtype, job.k, block.batch, key_head, keys, job.dim), kForwardKeys);
-    const bool dropped = pack_summed(Math(), static_cast<Item*>(scratch.values), values);
+    bool packed = false;
+    bool dropped = false;
     for (int t = 0; t < row_tiles; ++t) {
       const RowTile tile = row_tile(block, t * kForwardRows);
-      if (k >= tile.plan.visit.begin && k < tile.plan.visit.end) {
-        const SeenKeys seen_by_tile = seen_keys(tile, keys.begin, dropped ? &values : nullptr);
-        attend<Math>(job, block, tile, seen_by_tile, scratch);
+      if (k < tile.plan.visit.begin || k >= tile.plan.visit.end) {
+        continue;
       }
+      SeenKeys seen_by_tile = seen_keys(tile, keys.begin, nullptr);
+      const Sight sight =
+          sight_of(job.variant.mask, block.batch, block.head, tile.rows, seen_by_tile.keys);
+      if (sight == Sight::none) {
+        continue;
+      }
+      if (!packed) {
+        pack_rows(Math(), static_cast<Item*>(scratch.keys),
+                  rows_of(job.dtype, job.k, block.batch, key_head, keys, job.dim), kForwardKeys);
+        dropped = pack_summed(Math(), static_cast<Item*>(scratch.values), values);
+        packed = true;
+      }
+      seen_by_tile.masked = sight == Sight::some;
+      seen_by_tile.not_finite = dropped ? &values : nullptr;
+      attend<Math>(job, block, tile, seen_by_tile, scratch);
     }
   }
 }

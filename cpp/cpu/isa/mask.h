@@ -1,5 +1,5 @@
-// The mask that a variant adds to the window (MaskForm of pantile/variant.h): what a tile of queries
-// sees of a tile of keys, and the bytes of those that it sees in part.
+// The mask that a variant adds to the window (MaskForm of pantile/variant.h): what a tile of
+// queries sees of a tile of keys, and the bytes of those that it sees in part.
 #pragma once
 
 #include "cpu/isa/problem.h"
@@ -20,7 +20,8 @@ inline bool shows(const MaskJob& mask, int batch, int head, int row, int key) {
       return mask_row(mask, batch, head, row / mask.block)[key / mask.block] != 0;
     case MaskForm::elements: return mask_row(mask, batch, head, row)[key] != 0;
     case MaskForm::documents:
-      return mask.query_ids[batch * mask.batch + row] == mask.key_ids[batch * mask.batch_keys + key];
+      return mask.query_ids[batch * mask.batch + row] ==
+             mask.key_ids[batch * mask.batch_keys + key];
     default: return true;
   }
 }

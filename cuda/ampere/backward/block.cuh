@@ -36,8 +36,6 @@ template <class Config, DType kDType, MaskKind kMask>
 class BackwardBlock {
   using Storage = BackwardStorage<Config>;
   using Stage = typename Storage::Stage;
-  using KRows = tile::SwizzledRows<Config::kHeadDim>;   // Q too
-  using VRows = tile::SwizzledRows<Config::kHeadDimV>;  // dO too
   using Keys = BackwardKeys<Config, kMask>;
   using Place = BackwardPlace<Config>;
   using WeightRows = tile::SwizzledRows<Config::kTileQ>;
@@ -50,6 +48,8 @@ class BackwardBlock {
  public:
   using Scores = float[kKeyTiles][kRowTiles][4];
   using Weights = std::uint32_t[kRowGroups][kKeyTiles][4];  // A operands, 16 rows each
+  using KRows = tile::SwizzledRows<Config::kHeadDim>;       // Q too
+  using VRows = tile::SwizzledRows<Config::kHeadDimV>;      // dO too
 
   PANTILE_DEVICE BackwardBlock(const BackwardParams& params, Storage& storage)
       : params_(params), storage_(storage) {
@@ -219,19 +219,24 @@ class BackwardBlock {
   // ---- dQ += dS K of step i
 
   PANTILE_DEVICE void add_queries(RowStep step, int i) {
-    BackwardQueries<Config, kDType>::add(
-        shared_grad_s(i), storage_.k, terms_of(i)[2], params_,
-        params_.dq_sum + row_index(step) * (kTileQ * Config::kHeadDim));
+    using Queries = BackwardQueries<Config, kDType>;
+    Queries::add(shared_grad_s(i), storage_.k, terms_of(i)[2], params_,
+                 params_.dq_sum + row_index(step) * (kTileQ * Config::kHeadDim));
+    if (work().row_sum_unit != 0.0f) {
+      Queries::add_row_sums(shared_grad_s(i), terms_of(i)[2], work().row_sum_unit, params_,
+                            row_index(step));
+    }
   }
 
   // ---- output
 
   // dK and dV by way of the buffers of K and V, which no warp reads any more. Keys of this block's
   // slice of the sequence that nobody attends to get zeros.
-  PANTILE_DEVICE void store() {
+  // values_scale: of dV.
+  PANTILE_DEVICE void store(float values_scale = 1.0f) {
     const KeyBlock block = Keys::locate(params_, prim::fresh_block_index());
     stage_columns<KRows, Config::kColumnsK>(grad_k_, storage_.k, params_.scale);
-    stage_columns<VRows, Config::kColumnsV>(grad_v_, storage_.v, 1.0f);
+    stage_columns<VRows, Config::kColumnsV>(grad_v_, storage_.v, values_scale);
     __syncthreads();
     const common::Attended& part = block.part;
     Keys::template store_rows<KRows>(Keys::key_rows(params_.grad_k, block), storage_.k,
@@ -244,7 +249,7 @@ class BackwardBlock {
                      block, part);
   }
 
- private:
+ protected:
   PANTILE_DEVICE Stage& stage_of(int i) const { return storage_.stages[i & (Config::kStages - 1)]; }
 
   PANTILE_DEVICE float (&terms_of(int i) const)[kRowTerms][kTileQ] {

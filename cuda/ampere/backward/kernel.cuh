@@ -28,6 +28,7 @@
 
 #include "ampere/backward/block.cuh"
 #include "ampere/backward/params.cuh"
+#include "ampere/backward/variant.cuh"
 #include "ampere/storage.cuh"
 #include "prim/cp_async.cuh"
 
@@ -120,6 +121,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   }
   BackwardBlock<Config, kDType, kMask> block(params,
                                              *reinterpret_cast<BackwardStorage<Config>*>(shared));
+  block.clear_missing_columns();
+  run_backward<Config>(block);
+  block.store();
+}
+
+// The same with a variant, compiled at the first call that asks for it.
+template <class Config, DType kDType, MaskKind kMask, attn::GradHooks kHooks>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    variant_backward_kernel(const __grid_constant__ BackwardParams params,
+                            const __grid_constant__ attn::VariantParams variant) {
+  extern __shared__ __align__(1024) char shared[];
+  if (params.repeats && !BackwardKeys<Config, kMask>::is_measured(params)) {
+    return;
+  }
+  VariantBackwardBlock<Config, kDType, kMask, kHooks> block(
+      params, variant, *reinterpret_cast<BackwardStorage<Config>*>(shared));
   block.clear_missing_columns();
   run_backward<Config>(block);
   block.store();

@@ -69,7 +69,18 @@ struct BackwardKeys {
     work.queries.first += block.part.first_row;
     work.head0 = block.key_head * params.group;
     work.row_number0 = params.row_tiles.first(block.queries.batch);
+    work.row_sum_unit = row_sum_unit(params, block);
     return work;
+  }
+
+  // 1, or with integer sums what gives the sums of dS the unit of their row of dQ; 0 where the mean
+  // of the keys is not large, so that nobody asks for them (common/backward_key_means.cuh).
+  PANTILE_DEVICE static float row_sum_unit(const BackwardParams& params, const KeyBlock& block) {
+    const int head = block.queries.batch * params.heads_k + block.key_head;
+    if (params.large_means == nullptr || params.large_means[head] == 0) {
+      return 0.0f;
+    }
+    return params.integer_sums ? core::row_sum_unit(params.key_bounds[head]) : 1.0f;
   }
 
   // Whether the rows that this block's keys add to have been measured (core/integer_unit.h).

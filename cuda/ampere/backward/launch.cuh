@@ -1,7 +1,8 @@
 // Host side of the backward: from a plan, pointers and lent memory to launches of
 //
 //   1 bound_keys         (deterministic only) maxima of K and V, for the integer scales of dQ
-//   2 prepare_rows       row terms, zeros in the sums of dQ
+//   2 prepare_rows       row terms, zeros in the sums of dQ, means of keys
+//   - sum_sink_gradients (where wanted) gradients of the sinks
 //   3 backward_kernel    dK, dV, the sums of dQ
 //   4 finish_rows        dQ
 //
@@ -20,6 +21,7 @@
 #include "ampere/launch.cuh"
 #include "ampere/order.h"
 #include "ampere/row_kernels.h"
+#include "ampere/variant.h"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "pantile/plan.h"
@@ -32,13 +34,16 @@ namespace pantile::ampere {
 class BackwardCall {
  public:
   BackwardCall(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
-               cudaStream_t stream)
+               VariantKernels& kernels, cudaStream_t stream)
       : plan_(plan),
         problem_(plan.problem),
         forward_(plan.problem.forward),
         tensors_(tensors),
-        offsets_(backward_workspace(plan.problem, plan.kernel->head_dim, plan.tile_q)),
+        offsets_(backward_workspace(
+            plan.problem, plan.kernel->head_dim,
+            backward_tile(plan.kernel->head_dim, shared_class(plan.device.smem_optin_bytes)))),
         workspace_(static_cast<std::uint8_t*>(workspace)),
+        kernels_(kernels),
         stream_(stream),
         queries_(query_side(forward_, tensors.forward)),
         keys_(key_side(forward_, tensors.forward)),
@@ -54,8 +59,19 @@ class BackwardCall {
       status = bound_keys<kDType>();
     }
     if (status.ok() && has_rows) {
-      status = cuda::launch("ampere prepare_rows", launch_of(row_blocks, kRowThreads),
-                            prepare_rows<Config, kDType>, prepare_params());
+      const PrepareParams params = prepare_params();
+      status = cuda::launch("ampere prepare_rows",
+                            launch_of(params.key_mean_blocks + row_blocks, kRowThreads),
+                            prepare_rows<Config, kDType>, params);
+    }
+    if (status.ok() && problem_.wants_grad_alibi) {
+      status = cuda::check(cudaMemsetAsync(at<void>(offsets_.slope_parts), 0,
+                                           slope_bytes(Config::kThreads), stream_),
+                           "cudaMemsetAsync");
+    }
+    if (status.ok() && problem_.wants_grad_sinks) {
+      status = launch_sum_sink_gradients<Config::kTileQ>(
+          launch_of(static_cast<int>(forward_.heads_q), kSinkThreads), sink_params());
     }
     if (status.ok() && has_keys) {
       status = run_main<Config, kDType, kMask>(false);
@@ -66,6 +82,9 @@ class BackwardCall {
     if (status.ok() && has_rows) {
       status = cuda::launch("ampere finish_rows", launch_of(row_blocks, kRowThreads),
                             finish_rows<Config, kDType>, finish_params());
+    }
+    if (status.ok() && problem_.wants_grad_alibi) {
+      status = sum_slopes(Config::kTileK, Config::kThreads / 32);
     }
     return status;
   }
@@ -83,6 +102,13 @@ class BackwardCall {
         queries_.cu_seqlens};
   }
 
+  // Of dQ and dK. With dropout the kernels leave keep_scale out of dS.
+  float gradient_scale() const { return forward_.scale * keep_scale(forward_); }
+
+  // Whether it is known what every row of dS, as the kernels have it, sums to: not behind a
+  // softcap.
+  bool sums_are_known() const { return problem_.has_o_low && forward_.variant.softcap == 0.0f; }
+
   int group() const { return static_cast<int>(forward_.heads_q / forward_.heads_k); }
 
   common::RowPass row_pass() const {
@@ -96,8 +122,16 @@ class BackwardCall {
     pass.window_left = mask_.left;
     pass.window_right = mask_.right;
     pass.tile_floats = plan_.tile_q * plan_.kernel->head_dim;
-    pass.scale = forward_.scale;
+    pass.scale = gradient_scale();
+    pass.delta_factor = 1.0f / keep_scale(forward_);
+    pass.sinks = forward_.variant.has_sinks ? tensors_.forward.variant.sinks : nullptr;
     pass.dq_sum = at<float>(offsets_.dq_sum);
+    if (sums_are_known()) {
+      pass.large_means = at<int>(offsets_.large_means);
+      pass.key_means = at<float>(offsets_.key_means);
+      pass.key_mean_columns = plan_.kernel->head_dim;
+      pass.row_sums = at<float>(offsets_.row_sums);
+    }
     if (problem_.deterministic) {
       pass.key_bounds = at<core::KeyBounds>(offsets_.key_bounds);
       pass.measured = at<int>(offsets_.measured);
@@ -111,15 +145,39 @@ class BackwardCall {
     params.pass = row_pass();
     params.o = make_operand(tensors_.forward.o, forward_.o, forward_.packed_q);
     params.grad_o = make_operand(tensors_.grad_o, problem_.grad_o, forward_.packed_q);
+    params.keys.k = tensors_.forward.k;
+    params.keys.k_layout = forward_.k;
+    params.keys.head_dim = static_cast<int>(forward_.head_dim);
+    params.key_mean_blocks =
+        params.pass.key_means != nullptr ? static_cast<int>(forward_.batch * forward_.heads_k) : 0;
     params.o_low = problem_.has_o_low ? tensors_.o_low : nullptr;
     params.o_low_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q;
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
     params.lse = tensors_.forward.lse;
     params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
-    params.lse_head_stride = forward_.packed_q ? forward_.total_q : forward_.seqlen_q;
-    params.lse_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q * forward_.heads_q;
+    params.lse_head_stride = lse_head_stride();
+    params.lse_batch_stride = lse_batch_stride();
     params.row_terms = at<float>(offsets_.row_terms);
     return params;
+  }
+
+  SinkParams sink_params() const {
+    const PrepareParams rows = prepare_params();
+    SinkParams params;
+    params.pass = rows.pass;
+    params.grad_sinks = tensors_.variant.sinks;
+    params.row_terms = rows.row_terms;
+    params.grad_lse = rows.grad_lse;
+    params.lse_head_stride = rows.lse_head_stride;
+    params.lse_batch_stride = rows.lse_batch_stride;
+    return params;
+  }
+
+  std::int64_t lse_head_stride() const {
+    return forward_.packed_q ? forward_.total_q : forward_.seqlen_q;
+  }
+  std::int64_t lse_batch_stride() const {
+    return forward_.packed_q ? 0 : forward_.seqlen_q * forward_.heads_q;
   }
 
   BackwardParams main_params(bool repeats) const {
@@ -142,7 +200,7 @@ class BackwardCall {
     params.head_dim = static_cast<int>(forward_.head_dim);
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
     params.q_columns = forward_.scale == 0.0f ? 0 : params.head_dim;
-    params.scale = forward_.scale;
+    params.scale = gradient_scale();
     params.scale_log2 = forward_.scale * core::kLog2E;
     params.integer_sums = problem_.deterministic;
     const common::RowPass pass = row_pass();
@@ -150,6 +208,8 @@ class BackwardCall {
     params.key_bounds = pass.key_bounds;
     params.measured = pass.measured;
     params.repeats = repeats;
+    params.large_means = pass.large_means;
+    params.row_sums = pass.row_sums;
     params.dq_sum = at<float>(offsets_.dq_sum);
     params.row_terms = at<float>(offsets_.row_terms);
     return params;
@@ -162,6 +222,9 @@ class BackwardCall {
     params.head_dim = static_cast<int>(forward_.head_dim);
     params.integer_sums = problem_.deterministic;
     params.row_terms = at<float>(offsets_.row_terms);
+    params.grad_lse = problem_.has_grad_lse ? tensors_.grad_lse : nullptr;
+    params.lse_head_stride = lse_head_stride();
+    params.lse_batch_stride = lse_batch_stride();
     return params;
   }
 
@@ -180,10 +243,57 @@ class BackwardCall {
   Status run_main(bool repeats) const {
     static cuda::PreparedDevices prepared{0};
     constexpr int kBytes = static_cast<int>(sizeof(BackwardStorage<Config>));
+    if (variant_hooks(forward_).any()) {
+      return run_variant(Config::kThreads, kBytes, repeats);
+    }
     return cuda::launch(
         "ampere backward",
         ampere::launch_of(plan_, plan_.blocks, Config::kThreads, kBytes, stream_, &prepared),
         backward_kernel<Config, kDType, kMask>, main_params(repeats));
+  }
+
+  // With hooks: a kernel that is compiled at run time, for the same tile.
+  Status run_variant(int threads, int bytes, bool repeats) const {
+    const jit::Kernel* kernel = nullptr;
+    const Status status = kernels_.find(plan_, stream_, &kernel);
+    if (!status.ok()) {
+      return status;
+    }
+    BackwardParams params = main_params(repeats);
+    attn::VariantParams variant = backward_variant_params(forward_, tensors_.forward.variant);
+    variant.grad_alibi_parts = at<float>(offsets_.slope_parts);
+    variant.key_tile_count = offsets_.key_tiles;
+    void* pointers[] = {&params, &variant};
+    return cuda::launch(
+        "ampere backward with a variant",
+        ampere::launch_of(plan_, plan_.blocks, threads, bytes, stream_, &kernel->prepared),
+        kernel->handle, pointers);
+  }
+
+  std::size_t slope_bytes(int threads) const {
+    return static_cast<std::size_t>(offsets_.key_tiles * forward_.heads_q * (threads / 32)) * 4;
+  }
+
+  Status sum_slopes(int tile_k, int warps) const {
+    common::SlopeParams params;
+    params.parts = at<float>(offsets_.slope_parts);
+    params.key_tiles = key_tile_numbers(tile_k);
+    params.tiles = static_cast<int>(offsets_.key_tiles);
+    params.parts_per_tile = warps;
+    params.heads = static_cast<int>(forward_.heads_q);
+    params.batch = static_cast<int>(forward_.batch);
+    params.by_batch = forward_.variant.alibi_by_batch;
+    params.keep_scale = keep_scale(forward_);
+    params.grad_slopes = tensors_.variant.alibi_slopes;
+    const int slopes = params.heads * (params.by_batch ? params.batch : 1);
+    return launch_sum_slopes(launch_of(slopes, common::kVariantThreads), params);
+  }
+
+  common::TileNumbers key_tile_numbers(int tile_k) const {
+    return common::TileNumbers{
+        tile_k, static_cast<int>(forward_.batch),
+        static_cast<int>(core::ceil_div<std::int64_t>(forward_.seqlen_k, tile_k)),
+        keys_.cu_seqlens};
   }
 
   template <DType kDType>
@@ -192,10 +302,7 @@ class BackwardCall {
     params.queries = queries_;
     params.keys = keys_;
     const std::int64_t counted = forward_.packed_k ? forward_.total_k : forward_.seqlen_k;
-    params.key_tiles = common::TileNumbers{
-        plan_.tile_k, static_cast<int>(forward_.batch),
-        static_cast<int>(core::ceil_div<std::int64_t>(forward_.seqlen_k, plan_.tile_k)),
-        keys_.cu_seqlens};
+    params.key_tiles = key_tile_numbers(plan_.tile_k);
     params.heads_k = static_cast<int>(forward_.heads_k);
     params.window_left = mask_.left;
     params.window_right = mask_.right;
@@ -229,6 +336,7 @@ class BackwardCall {
   const BackwardTensors& tensors_;
   const BackwardWorkspace offsets_;
   std::uint8_t* const workspace_;
+  VariantKernels& kernels_;  // of the row
   const cudaStream_t stream_;
   const core::SequenceSide queries_, keys_;
   const core::Mask mask_;  // only its window
@@ -257,7 +365,8 @@ Status launch_backward(const BackwardPlan& plan, const BackwardTensors& tensors,
                ? launch_backward_f32<kHeadDim, Float32Precision::highest>(call, plan.device)
                : launch_backward_f32<kHeadDim, Float32Precision::tf32>(call, plan.device);
   } else {
-    const BackwardCall call(plan, tensors, workspace, static_cast<cudaStream_t>(stream));
+    static VariantKernels kernels;
+    const BackwardCall call(plan, tensors, workspace, kernels, static_cast<cudaStream_t>(stream));
     switch (shared_class(plan.device.smem_optin_bytes)) {
       case SharedClass::small:
         return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::small>(call);

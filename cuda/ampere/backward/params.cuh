@@ -32,6 +32,8 @@ struct BackwardParams {
   const core::KeyBounds* key_bounds;
   const int* measured;
   bool repeats;
+  const int* large_means;  // these two: see common::RowPass; or null
+  float* row_sums;         //
   float* dq_sum;           // [heads_q][row_tile_count][tile_q * kernel head dim], quads
   const float* row_terms;  // [heads_q][row_tile_count][kRowTerms][tile_q]
 };

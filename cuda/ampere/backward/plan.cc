@@ -8,6 +8,7 @@
 #include "ampere/order.h"
 #include "ampere/plan.h"
 #include "ampere/rules.h"
+#include "ampere/variant.h"
 
 namespace pantile::ampere {
 namespace {
@@ -51,15 +52,24 @@ TileSize tile_of(const KernelInfo& row, const ForwardProblem& p, const DevicePro
   return TileSize{tile.tile_q, tile.tile_k};
 }
 
-std::int64_t row_tile_count(const KernelInfo& row, const BackwardProblem& problem, int tile_q) {
-  const ForwardProblem& p = problem.forward;
-  return row.dtype == DType::f32 ? core::ceil_div<std::int64_t>(p.seqlen_q, tile_q) * p.batch
-                                 : backward_workspace(problem, row.head_dim, tile_q).row_tiles;
+// Not of fp32.
+BackwardWorkspace workspace_of(const KernelInfo& row, const BackwardProblem& problem,
+                               const DeviceProps& device) {
+  return backward_workspace(problem, row.head_dim,
+                            backward_tile(row.head_dim, shared_class(device.smem_optin_bytes)));
 }
 
-std::size_t workspace_bytes(const KernelInfo& row, const BackwardProblem& problem, int tile_q) {
+std::int64_t row_tile_count(const KernelInfo& row, const BackwardProblem& problem,
+                            const DeviceProps& device, int tile_q) {
+  const ForwardProblem& p = problem.forward;
+  return row.dtype == DType::f32 ? core::ceil_div<std::int64_t>(p.seqlen_q, tile_q) * p.batch
+                                 : workspace_of(row, problem, device).row_tiles;
+}
+
+std::size_t workspace_bytes(const KernelInfo& row, const BackwardProblem& problem,
+                            const DeviceProps& device) {
   return row.dtype == DType::f32 ? backward_workspace_bytes_f32(problem.forward)
-                                 : backward_workspace(problem, row.head_dim, tile_q).bytes;
+                                 : workspace_of(row, problem, device).bytes;
 }
 
 // Blocks are numbered with 31 bits, and so are the row tiles of all heads.
@@ -68,7 +78,7 @@ Status count_rule(const KernelInfo& row, const BackwardProblem& problem,
   const ForwardProblem& p = problem.forward;
   const TileSize tile = tile_of(row, p, device);
   const std::int64_t key_tiles = core::ceil_div<std::int64_t>(p.seqlen_k, tile.k);
-  const std::int64_t row_tiles = row_tile_count(row, problem, tile.q);
+  const std::int64_t row_tiles = row_tile_count(row, problem, device, tile.q);
   if (!core::TileOrder::fits(key_tiles, p.heads_k, p.batch) ||
       !core::TileOrder::fits(row_tiles, p.heads_q, 1)) {
     return Status::error(StatusCode::unsupported,
@@ -94,6 +104,15 @@ Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
   if (status.ok()) {
     status = count_rule(row, problem, device);
   }
+  if (status.ok()) {
+    status = variant_rule(problem.forward, device);
+  }
+  if (status.ok() && problem.wants_grad_alibi && problem.forward.variant.softcap > 0.0f) {
+    status =
+        Status::error(StatusCode::unsupported,
+                      "has no gradient of ALiBi slopes beside a softcap (variant.softcap is %g)",
+                      static_cast<double>(problem.forward.variant.softcap));
+  }
   return status.ok() ? build_rule(row, device) : status;
 }
 
@@ -102,7 +121,7 @@ void configure_backward(BackwardPlan* plan) {
   plan->tile_q = tile.q;
   plan->tile_k = tile.k;
   plan->blocks = backward_order(plan->problem.forward, plan->device, tile.k).count();
-  plan->workspace = Workspace{workspace_bytes(*plan->kernel, plan->problem, tile.q), 0};
+  plan->workspace = Workspace{workspace_bytes(*plan->kernel, plan->problem, plan->device), 0};
 }
 
 }  // namespace pantile::ampere

@@ -1,10 +1,12 @@
 // dQ += dS K of one step of the backward, by all warps of a block, straight into the sums in global
-// memory (tile/quad_sums_sm80.cuh).
+// memory (tile/quad_sums_sm80.cuh); and the sums of the rows of dS.
 #pragma once
 
 #include <cstdint>
 
 #include "ampere/backward/keys.cuh"
+#include "attn/tensor_softmax.cuh"
+#include "common/backward_rows.cuh"
 #include "pantile/dtype.h"
 #include "prim/address.cuh"
 #include "prim/matrix.cuh"
@@ -66,7 +68,56 @@ class BackwardQueries {
     }
   }
 
+  // Sums of the rows of dS over the block's keys, of row tile `tile`. It reads dS again: that costs
+  // less than to keep it, and blocks whose keys have no mean, nearly all, nothing but a branch.
+  PANTILE_DEVICE static void add_row_sums(const std::uint16_t* grad_s, const float* scales,
+                                          float unit, const BackwardParams& params,
+                                          std::int64_t tile) {
+    const BackwardPlace<Config> place;
+    const int row16 = place.warp % kRowShares;
+    const std::uint32_t lane = prim::shared_address(grad_s) +
+                               WeightRows::lane_offset_columns_first(place.lane) +
+                               place.warp / kRowShares * (kSumGroups * 16 * WeightRows::kRowBytes);
+    const tile::ColumnShare<WeightRows, 16> rows(lane, row16);
+    float sums[4] = {};
+#pragma unroll 4
+    for (int group = 0; group < kSumGroups; ++group) {
+      std::uint32_t a[4];
+      prim::load_matrix_x4_transposed(a, rows.step(group, 0));
+      attn::add_row_sums<kDType>(sums, a);
+    }
+    if (place.lane % 4 != 0) {  // whose sums are the same as those of lane 0 of the quad
+      return;
+    }
+    const int row = row16 * 16 + place.lane / 4;
+    float* const to =
+        params.row_sums +
+        tile * common::row_sum_floats(Config::kTileQ * Config::kHeadDim, Config::kTileQ) + row;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float sum = sums[2 * i] * unit;
+      if (params.integer_sums) {
+        const float scale = scales[row + 8 * i];
+        if (scale < 0.0f) {
+          atomicMax(params.row_max + tile * Config::kTileQ + row + 8 * i,
+                    __float_as_uint(fabsf(sum)));
+        }
+        prim::global_add(reinterpret_cast<int*>(to + 8 * i), __float2int_rn(sum * scale));
+      } else {
+        prim::global_add(to + 8 * i, sum);
+      }
+    }
+  }
+
  private:
+  // Of the sums of dS a warp takes 16 rows; where there are more warps than such rows, they share
+  // the keys.
+  static constexpr int kRowShares = Config::kTileQ / 16;
+  static constexpr int kKeyShares = Config::kThreads / 32 / kRowShares;
+  static constexpr int kSumGroups = kGroups / kKeyShares;
+  static_assert(kRowShares * kKeyShares * 32 == Config::kThreads &&
+                kSumGroups * kKeyShares == kGroups);
+
   PANTILE_DEVICE static void add_columns(const float (&grad_q)[kMTiles][kBlock][4], int lane,
                                          const float* scales, int first_row,
                                          const BackwardParams& params, float* sums) {

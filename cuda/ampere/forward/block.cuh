@@ -8,6 +8,7 @@
 #include "ampere/forward/output.cuh"
 #include "ampere/forward/params.cuh"
 #include "ampere/forward/softmax.cuh"
+#include "ampere/forward/variant.cuh"
 #include "ampere/spread.cuh"
 #include "ampere/storage.cuh"
 #include "pantile/registry.h"
@@ -23,8 +24,8 @@
 
 namespace pantile::ampere {
 
-template <class Config, DType kDType, MaskKind kMask>
-class ForwardBlock {
+template <class Config, DType kDType, MaskKind kMask, class Variant>
+class ForwardBlock : VariantRows<Config, Variant> {
  public:
   using Storage = SummedStorage<Config>;
 
@@ -50,7 +51,8 @@ class ForwardBlock {
   static constexpr int kDepthSteps = Config::kHeadDim / 16;   // of Q K^T
   static constexpr int kKeyGroups = kTileK / 16;              // of a key tile
   static constexpr int kValueSteps = Config::kHeadDimV / 16;  // 16 columns of O
-  using Softmax = SoftmaxRows<Config, kDType>;
+  static constexpr bool kIsPlain = !Variant::kAny;
+  using Softmax = SoftmaxRows<Config, kDType, Variant::kAdds>;
   using Scores = typename Softmax::Scores;
   using Weights = typename Softmax::Weights;
   using Keys = ForwardKeys<Config, kMask>;
@@ -72,13 +74,17 @@ class ForwardBlock {
                         params.q_pass_bytes, work.sequence.length - work.row0);
   }
 
-  PANTILE_DEVICE ForwardBlock(const ForwardParams& params, Storage& storage,
+  PANTILE_DEVICE ForwardBlock(const ForwardParams& params,
+                              const attn::VariantParams& variant_params, Storage& storage,
                               const ForwardWork& work)
       : keys(params, work), params_(params), storage_(storage) {
     if (threadIdx.x == 0) {
       storage.work = work;  // read behind the first barrier
     }
-    softmax.clear(params.scale);
+    softmax.clear(kIsPlain ? params.scale : variant_params.unit);
+    if constexpr (!kIsPlain) {
+      this->begin(variant_params, work.sequence.batch, work.head, keys.lane_row(), keys.mask());
+    }
     Softmax::clear_earlier_sums(storage.earlier_sums);
     const int lane = prim::lane_index();
     k_lane_ = KRows::lane_offset_columns_first(lane);
@@ -101,6 +107,13 @@ class ForwardBlock {
 
   PANTILE_DEVICE void raise_references(Scores& s) {
     softmax.raise_references(s, params_.references, storage_.earlier_sums);
+  }
+
+  // Of the scores of key tile n, before its mask.
+  PANTILE_DEVICE void change_scores(Scores& s, int n) {
+    if constexpr (Variant::kScores) {
+      this->score(n, s, softmax.base);
+    }
   }
 
   // ---- fetching
@@ -332,6 +345,9 @@ class ForwardBlock {
       for (int m = 0; m < kRowTiles; ++m) {
         softmax.template pack<kMasked>(s, m, group, p[m]);
       }
+      if constexpr (Variant::kDrops) {
+        this->drop(n * kTileK, group, p);
+      }
 #pragma unroll
       for (int column16 = 0; column16 < kValueSteps; ++column16) {
         value_step(p, v_lane, group, column16);
@@ -358,6 +374,9 @@ class ForwardBlock {
         softmax.template exponentials<kMasked>(s, m, 2 * group);
         softmax.template exponentials<kMasked>(s, m, 2 * group + 1);
         softmax.template pack<kMasked>(s, m, group, p[group][m]);
+      }
+      if constexpr (Variant::kDrops) {
+        this->drop(n * kTileK, group, p[group]);
       }
     }
 #pragma unroll
@@ -407,7 +426,9 @@ class ForwardBlock {
 
   // ---- output
 
-  PANTILE_DEVICE void store() { ForwardOutput<Config, kDType>(params_, storage_, softmax).store(); }
+  PANTILE_DEVICE void store() {
+    ForwardOutput<Config, kDType, Variant>(params_, storage_, softmax).store(this->keep_scale());
+  }
 
  private:
   const ForwardParams& params_;

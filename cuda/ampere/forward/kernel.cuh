@@ -6,6 +6,7 @@
 //   2 fetch      Q once, then K and V tile by tile, from the last seen key down, by all threads
 //   3 for each key tile
 //       S = Q K^T     K through ldmatrix, Q from registers or through ldmatrix
+//       variant       changes S; plain attention has none (variant.cuh)
 //       mask          only in tiles that some row of the block does not see in full
 //       softmax       references, exponentials, P to 16 bits (softmax.cuh)
 //       O += P V      P stays in registers, V through ldmatrix.trans
@@ -30,6 +31,7 @@ namespace pantile::ampere {
 // Of the scores of tile n, all of which are there: mask, maxima, references.
 template <bool kMasked, class Block>
 PANTILE_DEVICE void finish_scores(Block& block, typename Block::Scores& s, int n) {
+  block.change_scores(s, n);
   if constexpr (kMasked) {
     block.keys.mask_scores(s, n);
   }
@@ -238,17 +240,21 @@ PANTILE_DEVICE void run_pipelined(Block& block) {
 
 template <class Config, class Block>
 PANTILE_DEVICE void run_tiles(Block& block) {
-  if constexpr (Config::kSchedule == Schedule::pipelined && !Config::kLongRows) {
+  // A variant is one more step between S and the maxima.
+  if constexpr (Config::kSchedule == Schedule::pipelined && !Config::kLongRows && Block::kIsPlain) {
     run_pipelined<Config>(block);
   } else {
     run_sequential<Config>(block);
   }
 }
 
-template <class Config, DType kDType, MaskKind kMask>
-PANTILE_DEVICE void run_block(const ForwardParams& params) {
+template <class Config, DType kDType, MaskKind kMask, class Variant = PlainForward>
+PANTILE_DEVICE void run_block(const ForwardParams& params,
+                              const attn::VariantParams& variant = attn::VariantParams{}) {
+  static_assert(Config::kSoftmax.tensor_quarters == 0 || !Variant::kAny);
+  static_assert(!Config::kSoftmax.fast_scale || !Variant::kAny);
   extern __shared__ __align__(1024) char shared[];
-  using Block = ForwardBlock<Config, kDType, kMask>;
+  using Block = ForwardBlock<Config, kDType, kMask, Variant>;
   const ForwardWork work = Block::locate(params);
   if (work.row0 >= work.sequence.allocated) {
     return;  // packed sequences are shorter than the grid allows for
@@ -257,7 +263,7 @@ PANTILE_DEVICE void run_block(const ForwardParams& params) {
   Block::fetch_queries(params, storage, work);
 #pragma unroll 1
   for (bool again = false;; again = true) {
-    Block block(params, storage, work);
+    Block block(params, variant, storage, work);
     if (again) {
       block.run_again();
     } else {
@@ -275,8 +281,8 @@ PANTILE_DEVICE void run_block(const ForwardParams& params) {
   }
 }
 
-// One kernel, under four names by the kind of softmax and for long rows, so that reports tell them
-// apart.
+// One kernel, under five names by the kind of softmax, for long rows and with a variant, so that
+// reports tell them apart.
 template <class Config, DType kDType, MaskKind kMask>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     forward_kernel(const __grid_constant__ ForwardParams params) {
@@ -299,6 +305,14 @@ template <class Config, DType kDType, MaskKind kMask>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     trial_forward_kernel(const __grid_constant__ ForwardParams params) {
   run_block<Config, kDType, kMask>(params);
+}
+
+// Compiled at the first call that asks for the variant.
+template <class Config, DType kDType, MaskKind kMask, class Variant>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    variant_forward_kernel(const __grid_constant__ ForwardParams params,
+                           const __grid_constant__ attn::VariantParams variant) {
+  run_block<Config, kDType, kMask, Variant>(params, variant);
 }
 
 }  // namespace pantile::ampere

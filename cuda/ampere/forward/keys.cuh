@@ -39,6 +39,8 @@ class ForwardKeys {
     next_v_ = VCopy::source(head_rows(params.v, keys, key_head), last_tile);
   }
 
+  PANTILE_DEVICE const core::Mask& mask() const { return mask_; }
+
   // Key tiles to visit, and those of them that need no mask.
   PANTILE_DEVICE const core::TilePlan& tiles() const { return tiles_; }
 

@@ -12,6 +12,7 @@
 #include "ampere/forward/softmax_choice.h"
 #include "ampere/launch.cuh"
 #include "ampere/order.h"
+#include "ampere/variant.h"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "pantile/plan.h"
@@ -41,6 +42,7 @@ inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensor
   params.lse = p.wants_lse ? tensors.lse : nullptr;
   params.o_low = p.wants_o_low ? tensors.o_low : nullptr;
   params.max_logit = tensors.max_logit;
+  params.sinks = p.variant.has_sinks ? tensors.variant.sinks : nullptr;
   params.output_f32 = p.output_f32;
   params.lse_packed = p.packed_q;
   params.lse_head_stride = p.packed_q ? p.total_q : p.seqlen_q;
@@ -61,17 +63,22 @@ inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensor
   return params;
 }
 
+template <class Config>
+void set_steps(ForwardParams& params) {
+  params.q_pass_bytes = params.q.seq * Config::QCopy::kPassRows * 2;
+  params.k_pass_bytes = params.k.seq * Config::KCopy::kPassRows * 2;
+  params.v_pass_bytes = params.v.seq * Config::VCopy::kPassRows * 2;
+  params.k_tile_bytes = params.k.seq * Config::kTileK * 2;
+  params.v_tile_bytes = params.v.seq * Config::kTileK * 2;
+}
+
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, ForwardTile kTile,
           ForwardSoftmax kSoftmax, bool kLongRows>
 Status launch_forward_tile(ForwardParams params, const ForwardPlan& plan, cudaStream_t stream) {
   constexpr int kSharedBytes = forward_shared_bytes(kTile, kHeadDim, kHeadDimV);
   using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile, softmax_kind(kSoftmax), kLongRows>;
   static_assert(sizeof(SummedStorage<Config>) == kSharedBytes);
-  params.q_pass_bytes = params.q.seq * Config::QCopy::kPassRows * 2;
-  params.k_pass_bytes = params.k.seq * Config::KCopy::kPassRows * 2;
-  params.v_pass_bytes = params.v.seq * Config::VCopy::kPassRows * 2;
-  params.k_tile_bytes = params.k.seq * kTile.tile_k * 2;
-  params.v_tile_bytes = params.v.seq * kTile.tile_k * 2;
+  set_steps<Config>(params);
   const auto kernel = [] {
     if constexpr (kLongRows) {
       return long_forward_kernel<Config, kDType, kMask>;
@@ -126,6 +133,40 @@ Status launch_softmax(const ForwardParams& params, const ForwardPlan& plan, cuda
                        plan.kernel->name, static_cast<int>(kSoftmax));
 }
 
+// With hooks: a kernel that is compiled at run time, for the same tile.
+template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
+Status launch_variant(ForwardParams params, const ForwardPlan& plan, const VariantTensors& tensors,
+                      cudaStream_t stream) {
+  static VariantKernels kernels;  // of the row
+  const jit::Kernel* kernel = nullptr;
+  const Status status = kernels.find(plan, stream, &kernel);
+  if (!status.ok()) {
+    return status;
+  }
+  attn::VariantParams variant = forward_variant_params(plan.problem, tensors);
+  void* pointers[] = {&params, &variant};
+  const auto launch_for = [&](auto shared) {
+    constexpr ForwardTile kTile = forward_tile(kHeadDim, kHeadDimV, kMask, decltype(shared)::value);
+    using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile, SoftmaxKind{}>;
+    set_steps<Config>(params);
+    return cuda::launch(
+        "ampere forward with a variant",
+        launch_of(plan, plan.blocks, Config::kThreads,
+                  forward_shared_bytes(kTile, kHeadDim, kHeadDimV), stream, &kernel->prepared),
+        kernel->handle, pointers);
+  };
+  switch (
+      variant_tile_class(variant_hooks(plan.problem), shared_class(plan.device.smem_optin_bytes))) {
+    case SharedClass::small:
+      return launch_for(std::integral_constant<SharedClass, SharedClass::small>());
+    case SharedClass::medium:
+      return launch_for(std::integral_constant<SharedClass, SharedClass::medium>());
+    case SharedClass::large:
+      return launch_for(std::integral_constant<SharedClass, SharedClass::large>());
+  }
+  return Status();
+}
+
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
 Status launch_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
                       void* stream) {
@@ -146,6 +187,10 @@ Status launch_forward(const ForwardPlan& plan, const ForwardTensors& tensors, vo
                : launch_forward_f32<kHeadDim, Float32Precision::tf32>(params, plan, tensors,
                                                                       cuda_stream);
   } else {
+    if (variant_hooks(plan.problem).any()) {
+      return launch_variant<kDType, kHeadDim, kHeadDimV, kMask>(params, plan, tensors.variant,
+                                                                cuda_stream);
+    }
     switch (forward_softmax(plan.softmax)) {
 #define PANTILE_SOFTMAX(kind)                                                                     \
   case ForwardSoftmax::kind:                                                                      \

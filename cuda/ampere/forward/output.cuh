@@ -6,6 +6,7 @@
 
 #include "ampere/forward/params.cuh"
 #include "ampere/forward/softmax.cuh"
+#include "ampere/forward/variant.cuh"
 #include "ampere/storage.cuh"
 #include "attn/max_logit.cuh"
 #include "common/quad_transpose.cuh"
@@ -19,10 +20,10 @@
 
 namespace pantile::ampere {
 
-template <class Config, DType kDType>
+template <class Config, DType kDType, class Variant>
 class ForwardOutput {
   using Storage = SummedStorage<Config>;
-  using Softmax = SoftmaxRows<Config, kDType>;
+  using Softmax = SoftmaxRows<Config, kDType, Variant::kAdds>;
   using VRows = tile::SwizzledRows<Config::kHeadDimV>;
   static constexpr int kRowTiles = Config::kRowTiles;
 
@@ -32,7 +33,8 @@ class ForwardOutput {
 
   // All copies have landed and every warp is past its last S, so each may overwrite its own rows of
   // Q. Rows past the sequence's length, as far as the tensor has them, are those of an empty row.
-  PANTILE_DEVICE void store() {
+  // keep_scale: of dropout.
+  PANTILE_DEVICE void store(float keep_scale) {
     const ForwardWork work = storage_.work;
     const int thread = prim::fresh_thread_index();
     const int lane = thread % 32;
@@ -48,7 +50,16 @@ class ForwardOutput {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         softmax_.finish_row(m, r);
-        normaliser[r] = softmax_.normaliser(m, r);
+        float sink = 0.0f;
+        float sink_weight = 0.0f;
+        if (params_.sinks != nullptr) {
+          sink = params_.sinks[work.head];
+          sink_weight = softmax_.sink_weight(m, r, sink);
+        }
+        normaliser[r] = softmax_.normaliser(m, r, sink_weight);
+        if constexpr (Variant::kDrops) {
+          normaliser[r] *= keep_scale;
+        }
         const int row = m * 16 + r * 8 + lane / 4;
         if (params_.output_f32) {
           store_float32(work, first + row, m, r, normaliser[r]);
@@ -63,8 +74,9 @@ class ForwardOutput {
           largest = max(largest, softmax_.max_logit(m, r, params_.references));
         }
         if (lse != nullptr && lane % 4 == 0 && first + row < work.sequence.allocated) {
-          lse[first + row] =
-              first + row < work.sequence.length ? softmax_.log_sum_exp(m, r) : -INFINITY;
+          lse[first + row] = first + row >= work.sequence.length ? -INFINITY
+                             : sink_weight == INFINITY ? sink
+                                                       : softmax_.log_sum_exp(m, r, sink_weight);
         }
       }
       if (params_.o_low != nullptr) {

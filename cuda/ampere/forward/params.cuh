@@ -55,6 +55,7 @@ struct ForwardParams {
   bool negate_q;                  // the problem's scale is negative
   bool zero_q;                    // the problem's scale is 0: Q counts as Q * 0
   ReferenceRules references;
+  const float* sinks;  // [heads_q], natural logits; or null
 };
 
 // Whether pipelined kernels with vector row sums take masked tiles in the order that needs fewer

@@ -8,6 +8,7 @@
 #include "ampere/order.h"
 #include "ampere/plan.h"
 #include "ampere/rules.h"
+#include "ampere/variant.h"
 
 namespace pantile::ampere {
 namespace {
@@ -31,7 +32,8 @@ struct TileSize {
 };
 
 TileSize tile_of(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {
-  const SharedClass shared = shared_class(device.smem_optin_bytes);
+  const SharedClass shared =
+      variant_tile_class(variant_hooks(p), shared_class(device.smem_optin_bytes));
   if (row.dtype == DType::f32) {
     const ForwardTileF32 tile = forward_tile_f32(row.head_dim, p.float32_precision, shared);
     return TileSize{tile.tile_q, tile.tile_k};
@@ -60,6 +62,12 @@ Status softmax_rule(const KernelInfo& row, const ForwardProblem& p) {
         StatusCode::unsupported,
         "has its softmax on vector units, softmax is tensor (there is one for head "
         "dims 64 and 128, full and causal masks)");
+  }
+  if (variant_hooks(p).any() &&
+      (softmax.mode != SoftmaxMode::exact || softmax.tensor_quarters != 0)) {
+    return Status::error(StatusCode::unsupported,
+                         "serves softcap, ALiBi and dropout with softmax_mode = exact and "
+                         "tensor_share = 0 only");
   }
   if (p.wants_max_logit && softmax.mode != SoftmaxMode::exact) {
     return Status::error(StatusCode::unsupported,
@@ -105,6 +113,9 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
   }
   if (status.ok()) {
     status = trial_rule(row, problem);
+  }
+  if (status.ok()) {
+    status = variant_rule(problem, device);
   }
   return status.ok() ? build_rule(row, device) : status;
 }

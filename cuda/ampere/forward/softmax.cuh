@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "ampere/forward/finite.cuh"
 #include "ampere/forward/params.cuh"
 #include "attn/max_logit.cuh"
 #include "attn/tensor_softmax.cuh"
@@ -27,7 +28,8 @@
 
 namespace pantile::ampere {
 
-template <class Config, DType kDType>
+// kAdds: a term of the logits that is linear in the key is in the scores, but for `base`.
+template <class Config, DType kDType, bool kAdds = false>
 struct SoftmaxRows {
   static constexpr SoftmaxKind kKind = Config::kSoftmax;
   static constexpr int kRowTiles = Config::kRowTiles;
@@ -50,7 +52,8 @@ struct SoftmaxRows {
                                  // shared reference of all so far
   // fast_scale: how far a row may still outgrow its reference; -inf before its first key
   float room[kKind.fast_scale ? kRowTiles : 1][2];
-  float scale;  // positive, includes log2(e)
+  float scale;                           // positive, includes log2(e)
+  float base[kAdds ? kRowTiles : 1][2];  // kAdds: of the logits of this lane's keys of a key tile
   attn::TensorOperand scale_operand, sum_operand;
   // Kinds with a share, in a second run over the block: this key tile had no mask in the first run.
   // What a row gets must not depend on whether another one made a second run necessary.
@@ -126,6 +129,9 @@ struct SoftmaxRows {
   // After the maxima of a key tile are taken, before its exponentials.
   PANTILE_DEVICE void raise_references(Scores& s, const ReferenceRules& rules,
                                        float* earlier_sums) {
+    if constexpr (kAdds) {
+      max_to_logits();
+    }
     bool outgrown = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -133,7 +139,7 @@ struct SoftmaxRows {
       for (int r = 0; r < 2; ++r) {
         outgrown |= kKind.fast_scale
                         ? tile_max[m][r] > room[m][r]
-                        : fmaf(tile_max[m][r], scale, minus_max[m][r]) > rules.look_limit;
+                        : above_reference(tile_max[m][r], minus_max[m][r]) > rules.look_limit;
       }
     }
     if (__any_sync(prim::kAllLanes, outgrown)) {
@@ -165,11 +171,12 @@ struct SoftmaxRows {
       if (!kMasked && tensor) {
         attn::scale_and_add(x, scale_operand, minus_max[m][0], minus_max[m][1]);
       } else if (tensor && repeats) {
-        scale_finite(x, m);
+        scale_finite(x, scale_operand, scale, minus_max[m]);
       } else {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          x[c] = fmaf(x[c], scale, minus_max[m][c >> 1]);
+          x[c] = fmaf(x[c], scale,
+                      kAdds ? minus_max[m][c >> 1] + base[m][c >> 1] : minus_max[m][c >> 1]);
         }
       }
     }
@@ -181,7 +188,7 @@ struct SoftmaxRows {
       if (!kMasked) {
         attn::add_row_sums(row_sum[m], x, sum_operand);
       } else if (repeats) {
-        add_finite_sums(x, m);
+        add_finite_sums(row_sum[m], x, sum_operand);
       }
     }
   }
@@ -272,14 +279,20 @@ struct SoftmaxRows {
                                               : row_sum[m][r] + row_sum[m][r + 2];
   }
 
-  // Of a finished row: what O is multiplied by.
-  PANTILE_DEVICE float normaliser(int m, int r) const {
-    const float sum = total(m, r);
+  // What a sink weighs beside the P of a row: infinitely much if the row has no keys or only such
+  // that the sink leaves nothing of.
+  PANTILE_DEVICE float sink_weight(int m, int r, float sink) const {
+    return prim::exp2_approx(fmaf(sink, core::kLog2E, minus_max[m][r]));
+  }
+
+  // Of a finished row and the weight of its sink, or 0: what O is multiplied by.
+  PANTILE_DEVICE float normaliser(int m, int r, float sink_weight) const {
+    const float sum = total(m, r) + sink_weight;
     return sum == 0.0f ? 0.0f : 1.0f / sum;
   }
 
-  PANTILE_DEVICE float log_sum_exp(int m, int r) const {
-    const float sum = total(m, r);
+  PANTILE_DEVICE float log_sum_exp(int m, int r, float sink_weight) const {
+    const float sum = total(m, r) + sink_weight;
     return sum == 0.0f ? -INFINITY : (log2f(sum) - minus_max[m][r]) * core::kLn2;
   }
 
@@ -341,40 +354,28 @@ struct SoftmaxRows {
     }
   }
 
-  // The products of an unmasked tile, which values that are not finite keep out of: in a tensor
-  // product they would meet the zeros of other rows.
-  PANTILE_DEVICE void scale_finite(float (&x)[4], int m) const {
-    float y[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      y[c] = fabsf(x[c]) < INFINITY ? x[c] : 0.0f;
-    }
-    attn::scale_and_add(y, scale_operand, minus_max[m][0], minus_max[m][1]);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      x[c] = fabsf(x[c]) < INFINITY ? y[c] : fmaf(x[c], scale, minus_max[m][c >> 1]);
-    }
+  // How far a maximum lies above a reference: maxima are scores, with kAdds logits.
+  PANTILE_DEVICE float above_reference(float most, float minus_reference) const {
+    return kAdds ? most + minus_reference : fmaf(most, scale, minus_reference);
   }
 
-  PANTILE_DEVICE void add_finite_sums(const float (&p)[4], int m) {
-    float finite[4];
+  PANTILE_DEVICE void max_to_logits() {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      finite[c] = p[c] < INFINITY ? p[c] : 0.0f;
-    }
-    attn::add_row_sums(row_sum[m], finite, sum_operand);
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      row_sum[m][c >> 1] += p[c] < INFINITY ? 0.0f : p[c];
+      for (int r = 0; r < 2; ++r) {
+        tile_max[m][r] = __fmaf_ru(tile_max[m][r], scale, base[m][r]);
+      }
     }
   }
 
   // Returns the factor by which the row's sum and output shrink; 1 if its reference stays.
   PANTILE_DEVICE float raise_reference(int m, int r, float most, const ReferenceRules& rules) {
     const float before = minus_max[m][r];
-    if (fmaf(most, scale, before) > rules.raise_limit) {
+    if (above_reference(most, before) > rules.raise_limit) {
       // Down, so that P at the maximum is never above 2^p_offset.
-      minus_max[m][r] = __fmaf_rd(-most, scale, rules.p_offset);
+      minus_max[m][r] =
+          kAdds ? __fadd_rd(-most, rules.p_offset) : __fmaf_rd(-most, scale, rules.p_offset);
     }
     return prim::exp2_approx(minus_max[m][r] - before);
   }
@@ -416,7 +417,8 @@ struct SoftmaxRows {
     }
     const float any = __shfl_sync(prim::kAllLanes, factor[0], 0);
     const bool same = factor[0] == any && factor[1] == any;
-    if (__all_sync(prim::kAllLanes, same && output_is_finite(m))) {
+    // An infinity or a NaN of V in one row's output would make NaN of another row's.
+    if (__all_sync(prim::kAllLanes, same && all_finite(o[m]))) {
       // The sums shrink by the factor that the tensor cores read.
       const std::uint32_t rounded = prim::round_to_tf32(any);
       scale_sums(m, __uint_as_float(rounded), __uint_as_float(rounded));
@@ -430,19 +432,6 @@ struct SoftmaxRows {
       scale_sums(m, factor[0], factor[1]);
       scale_output(m, factor[0], factor[1]);
     }
-  }
-
-  // An infinity or a NaN of V in one row's output would make NaN of another row's.
-  PANTILE_DEVICE bool output_is_finite(int m) const {
-    bool finite = true;
-#pragma unroll
-    for (int j = 0; j < kValueTiles; ++j) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        finite &= fabsf(o[m][j][c]) < INFINITY;
-      }
-    }
-    return finite;
   }
 };
 

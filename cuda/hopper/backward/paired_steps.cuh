@@ -211,7 +211,9 @@ class PairedSteps {
   // dS = P * dP goes to shared memory as [query][key]. At head dim 64 the packing of P is
   // interleaved: each slice of S is dead after it.
   PANTILE_DEVICE void compute_dS() {
-    const attn::TransposedPlace here = kVariant ? place() : attn::TransposedPlace{};
+    if constexpr (kHooks.grads()) {
+      variant_.begin_notes(place());
+    }
     const std::uint32_t to = dS_store_ + buffer_ * static_cast<int>(sizeof(storage_.dS[0]));
 #pragma unroll
     for (int k = 0; k < kSlices; ++k) {
@@ -219,7 +221,7 @@ class PairedSteps {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int at = 8 * k + 2 * r;
-        dS[r] = prim::pack<kDType>(score_gradient(here, at), score_gradient(here, at + 1));
+        dS[r] = prim::pack<kDType>(score_gradient(at), score_gradient(at + 1));
       }
       prim::store_matrix_x4_transposed(to + k * 2048, dS[0], dS[1], dS[2], dS[3]);
       if constexpr (kRowSplit && !kHooks.softcap) {
@@ -376,14 +378,16 @@ class PairedSteps {
     return place_of<Config>(*key_tile_, tile_, warpgroup_);
   }
 
-  // dS of register i, whose fragment lies at `at`.
-  PANTILE_DEVICE float score_gradient(const attn::TransposedPlace& at, int i) {
+  // dS of register i.
+  PANTILE_DEVICE float score_gradient(int i) {
     float dP = dP_[i];
     if constexpr (kHooks.dropout) {
       dP = variant_.select(i, dP, minus_delta(storage_.delta[grad_stage()], i));
     }
     const float dS = dP * S_[i];
-    variant_.note(variant_params_, at, i, dS);
+    if constexpr (kHooks.grads()) {
+      variant_.note(variant_params_, i, dS);
+    }
     return dS;
   }
 

@@ -93,8 +93,9 @@ class ScoreGradients {
     if constexpr (!kHooks.dropout) {
       release(storage_.grad.empty[cursor_.stage]);
     }
-    const attn::TransposedPlace here =
-        kHooks.grads() ? place_of<Config>(*key_tile_, tile_, 0) : attn::TransposedPlace{};
+    if constexpr (kHooks.grads()) {
+      variant_.begin_notes(place_of<Config>(*key_tile_, tile_, 0));
+    }
     prim::wait(storage_.p_full, p_parity_);
     p_parity_ ^= 1;
     const uint4* from = &storage_.P[0][threadIdx.x % kWarpgroup];
@@ -105,8 +106,8 @@ class ScoreGradients {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const float2 P = prim::unpack<DType::f16>(word[k]);  // halves swapped
-        dP_[8 * j + 2 * k] = score_gradient(here, 8 * j + 2 * k, P.y);
-        dP_[8 * j + 2 * k + 1] = score_gradient(here, 8 * j + 2 * k + 1, P.x);
+        dP_[8 * j + 2 * k] = score_gradient(8 * j + 2 * k, P.y);
+        dP_[8 * j + 2 * k + 1] = score_gradient(8 * j + 2 * k + 1, P.x);
       }
     }
     if constexpr (kHooks.dropout) {
@@ -162,14 +163,16 @@ class ScoreGradients {
   }
 
   // dS of register i. Weights that dropout removed are negative.
-  PANTILE_DEVICE float score_gradient(const attn::TransposedPlace& at, int i, float P) {
+  PANTILE_DEVICE float score_gradient(int i, float P) {
     float dP = dP_[i];
     if constexpr (kHooks.dropout) {
       dP = P < 0.0f ? minus_delta(storage_.delta[cursor_.stage], i) : dP;
       P = fabsf(P);
     }
     const float dS = dP * P;
-    variant_.note(variant_params_, at, i, dS);
+    if constexpr (kHooks.grads()) {
+      variant_.note(variant_params_, i, dS);
+    }
     return dS;
   }
 

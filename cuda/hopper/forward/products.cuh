@@ -23,9 +23,6 @@ class Products {
       // Opaque from here on, or ptxas works them out anew in every step: 16 instructions of 515 at
       // head dim 64. With a mask, three warpgroups have no registers for that.
       asm volatile("" : "+r"(q_), "+r"(k_), "+r"(v_));
-      if constexpr (kConfig.math_warpgroups == 3) {  // that alone does not keep this one
-        k_ = static_cast<std::uint32_t>(prim::uniform_here(static_cast<int>(k_)));
-      }
     }
   }
 

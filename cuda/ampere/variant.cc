@@ -1,0 +1,225 @@
+#include "ampere/variant.h"
+
+#include <cinttypes>
+#include <cmath>
+
+#include "ampere/forward/softmax_choice.h"
+#include "ampere/order.h"
+#include "core/dropout.h"
+#include "core/softmax_state.h"
+
+namespace pantile::ampere {
+namespace {
+
+// Cells of the dropout mask (core/dropout.h) have 16 rows and 16 keys.
+constexpr std::int64_t kCell = 16;
+
+const char* text_of(bool value) {
+  return value ? "true" : "false";
+}
+
+const char* text_of(SharedClass shared) {
+  return shared == SharedClass::large    ? "SharedClass::large"
+         : shared == SharedClass::medium ? "SharedClass::medium"
+                                         : "SharedClass::small";
+}
+
+// f16 holds scores more exactly than the fast tanh gives them.
+bool needs_exact_softcap(DType dtype) {
+  return dtype == DType::f16;
+}
+
+// 80 runs on every 8.x. No other architecture is compiled for: variant_rule().
+int architecture(const DeviceProps& device) {
+  return device.compute_major == 9 ? 90 : 80;
+}
+
+std::string hook_names(const VariantHooks& hooks) {
+  std::string names;
+  const auto add = [&names](bool on, const char* name) {
+    if (on) {
+      names += (names.empty() ? "" : "+") + std::string(name);
+    }
+  };
+  add(hooks.softcap, "softcap");
+  add(hooks.alibi, "ALiBi");
+  add(hooks.dropout, "dropout");
+  return names;
+}
+
+// The type of the scoring hooks, in the order of the formulas.
+std::string scoring_type(const KernelInfo& row, const VariantHooks& hooks) {
+  const std::string softcap =
+      std::string("attn::Softcap<") + text_of(needs_exact_softcap(row.dtype)) + ">";
+  // Causal rows see no key behind their position.
+  const std::string alibi =
+      std::string("attn::Alibi<") + text_of(row.mask != MaskKind::causal) + ", Config::kTileK>";
+  return hooks.softcap && hooks.alibi ? "attn::Both<" + softcap + ", " + alibi + ">"
+         : hooks.softcap              ? softcap
+         : hooks.alibi                ? alibi
+                                      : "attn::NoVariant";
+}
+
+// The instance of kernel template `kernel` for the types and constants that `text` defines.
+jit::Request request_of(const KernelInfo& row, const VariantHooks& hooks, const char* kernel,
+                        const std::string& text, const char* last, const DeviceProps& device) {
+  const std::string space = "pantile::ampere::";
+  jit::Request request;
+  request.name = std::string(row.name) + " " + hook_names(hooks);
+  request.source = text;
+  request.entry = space + kernel + "<" + space +
+                  "Config, pantile::DType::" + dtype_name(row.dtype) +
+                  ", pantile::MaskKind::" + mask_kind_name(row.mask) + ", " + space + last + ">";
+  request.arch = architecture(device);
+  return request;
+}
+
+std::string dims_of(const KernelInfo& row) {
+  return std::to_string(row.head_dim) + ", " + std::to_string(row.head_dim_v);
+}
+
+bool sums_on_tensor(const ForwardPlan& plan) {
+  return plan.softmax.unit == SoftmaxUnit::tensor;
+}
+
+bool has_long_rows(const ForwardPlan& plan) {
+  return plan.problem.seqlen_k > kLongRowKeys && !sums_on_tensor(plan);
+}
+
+attn::VariantParams params_of(const ForwardProblem& problem, const VariantTensors& tensors,
+                              float scale) {
+  const Variant& variant = problem.variant;
+  attn::VariantParams params{};
+  params.unit = logit_scale(problem.scale);
+  if (variant.softcap > 0.0f) {
+    const float inner = scale / variant.softcap;
+    params.cap_inner = needs_exact_softcap(problem.dtype) ? 2.0f * core::kLog2E * inner : inner;
+    params.cap_log2 = variant.softcap * core::kLog2E;
+    params.unit = params.cap_log2;
+  }
+  params.alibi_slopes = tensors.alibi_slopes;
+  params.alibi_batch = variant.alibi_by_batch ? problem.heads_q : 0;
+  params.dropout_seed = tensors.dropout_seed;
+  params.dropout_add = static_cast<std::uint32_t>(256 - variant.dropout) * 0x01010101u;
+  params.keep_scale = keep_scale(problem);
+  params.batch_offset = static_cast<std::uint32_t>(variant.batch_offset);
+  params.head_offset = static_cast<std::uint32_t>(variant.head_offset);
+  params.row_offset = static_cast<std::uint32_t>(variant.query_offset);
+  params.key_offset = static_cast<std::uint32_t>(variant.key_offset);
+  return params;
+}
+
+// A number below VariantKernels::kTexts. `first`, `second`: what else the texts of a row differ in.
+int index_of(const VariantHooks& hooks, SharedClass shared, bool first, bool second,
+             const DeviceProps& device) {
+  const int flags = (hooks.softcap ? 1 : 0) + (hooks.alibi ? 2 : 0) + (hooks.dropout ? 4 : 0);
+  const int more = (first ? 1 : 0) + (second ? 2 : 0) + (architecture(device) == 90 ? 4 : 0);
+  return (flags * 3 + static_cast<int>(shared)) * 8 + more;
+}
+
+template <class Plan>
+Status find_known(std::atomic<const jit::Kernel*>& known, const Plan& plan,
+                  jit::Request (*request)(const Plan&), void* stream, const jit::Kernel** kernel) {
+  *kernel = known.load(std::memory_order_acquire);
+  if (*kernel != nullptr) {
+    return Status();
+  }
+  const Status status = jit::find_kernel(request(plan), stream, kernel);
+  if (status.ok()) {
+    known.store(*kernel, std::memory_order_release);
+  }
+  return status;
+}
+
+}  // namespace
+
+Status variant_rule(const ForwardProblem& problem, const DeviceProps& device) {
+  const VariantHooks hooks = variant_hooks(problem);
+  if (!hooks.any()) {
+    return Status();
+  }
+  if (device.compute_major != 8 && device.compute_major != 9) {
+    return Status::error(StatusCode::unsupported,
+                         "compiles kernels with %s for compute capability 8.x and 9.x; device %d "
+                         "has %d.%d",
+                         hook_names(hooks).c_str(), device.device.index, device.compute_major,
+                         device.compute_minor);
+  }
+  const Variant& variant = problem.variant;
+  if (hooks.dropout && (variant.query_offset % kCell != 0 || variant.key_offset % kCell != 0)) {
+    return Status::error(StatusCode::unsupported,
+                         "variant.query_offset is %" PRId64 " and variant.key_offset %" PRId64
+                         "; with dropout this kernel needs multiples of 16",
+                         variant.query_offset, variant.key_offset);
+  }
+  return Status();
+}
+
+float keep_scale(const ForwardProblem& problem) {
+  return core::dropout_scale(problem.variant.dropout);
+}
+
+attn::VariantParams forward_variant_params(const ForwardProblem& problem,
+                                           const VariantTensors& tensors) {
+  return params_of(problem, tensors, std::fabs(problem.scale));
+}
+
+attn::VariantParams backward_variant_params(const ForwardProblem& problem,
+                                            const VariantTensors& tensors) {
+  return params_of(problem, tensors, problem.scale);
+}
+
+jit::Request forward_request(const ForwardPlan& plan) {
+  const KernelInfo& row = *plan.kernel;
+  const VariantHooks hooks = variant_hooks(plan.problem);
+  const SharedClass shared = variant_tile_class(hooks, shared_class(plan.device.smem_optin_bytes));
+  const std::string mask = std::string("MaskKind::") + mask_kind_name(row.mask);
+  const std::string text =
+      "#include \"ampere/forward/kernel.cuh\"\n"
+      "namespace pantile::ampere {\n"
+      "using Config = ForwardConfig<" +
+      dims_of(row) + ", forward_tile(" + dims_of(row) + ", " + mask + ", " + text_of(shared) +
+      "),\n    softmax_kind(ForwardSoftmax::" + (sums_on_tensor(plan) ? "tensor" : "vector") +
+      "), " + text_of(has_long_rows(plan)) + ">;\nusing Variant = ForwardVariant<" +
+      scoring_type(row, hooks) + ", " +
+      (hooks.dropout ? "attn::Dropout<kDropKeys>" : "attn::NoVariant") + ">;\n}\n";
+  return request_of(row, hooks, "variant_forward_kernel", text, "Variant", plan.device);
+}
+
+jit::Request backward_request(const BackwardPlan& plan) {
+  const KernelInfo& row = *plan.kernel;
+  const VariantHooks hooks = variant_hooks(plan.problem.forward);
+  const SharedClass shared = shared_class(plan.device.smem_optin_bytes);
+  const bool gradient = plan.problem.wants_grad_alibi;
+  const bool behind = hooks.alibi && mask_kind(plan.problem.forward) != MaskKind::causal;
+  const std::string text =
+      "#include \"ampere/backward/kernel.cuh\"\n"
+      "namespace pantile::ampere {\n"
+      "using Config = BackwardConfig<" +
+      dims_of(row) + ", backward_tile(" + std::to_string(row.head_dim) + ", " + text_of(shared) +
+      ")>;\nconstexpr attn::GradHooks hooks() {\n  attn::GradHooks hooks;\n  hooks.softcap = " +
+      text_of(hooks.softcap) +
+      ";\n  hooks.exact = " + text_of(hooks.softcap && needs_exact_softcap(row.dtype)) +
+      ";\n  hooks.alibi = " + text_of(hooks.alibi) + ";\n  hooks.behind = " + text_of(behind) +
+      ";\n  hooks.dropout = " + text_of(hooks.dropout) +
+      ";\n  hooks.grad_alibi = " + text_of(gradient) + ";\n  return hooks;\n}\n}\n";
+  return request_of(row, hooks, "variant_backward_kernel", text, "hooks()", plan.device);
+}
+
+Status VariantKernels::find(const ForwardPlan& plan, void* stream, const jit::Kernel** kernel) {
+  const VariantHooks hooks = variant_hooks(plan.problem);
+  const int index = index_of(hooks, shared_class(plan.device.smem_optin_bytes),
+                             sums_on_tensor(plan), has_long_rows(plan), plan.device);
+  return find_known(known_[index], plan, forward_request, stream, kernel);
+}
+
+// Texts with ALiBi differ between a causal mask and another one.
+Status VariantKernels::find(const BackwardPlan& plan, void* stream, const jit::Kernel** kernel) {
+  const VariantHooks hooks = variant_hooks(plan.problem.forward);
+  const int index = index_of(hooks, shared_class(plan.device.smem_optin_bytes),
+                             mask_kind(plan.problem.forward) == MaskKind::causal,
+                             plan.problem.wants_grad_alibi, plan.device);
+  return find_known(known_[index], plan, backward_request, stream, kernel);
+}
+
+}  // namespace pantile::ampere

@@ -1,0 +1,66 @@
+// Host half of variants (pantile/variant.h) on this family. Softcap, ALiBi and dropout are hooks of
+// a kernel (attn/variant.cuh), which is compiled at run time with the hooks that a problem asks
+// for; sinks are in every kernel. No CUDA headers.
+#pragma once
+
+#include <atomic>
+#include <string>
+
+#include "ampere/config.h"
+#include "attn/variant_params.h"
+#include "jit/kernel.h"
+#include "pantile/plan.h"
+#include "pantile/problem.h"
+#include "pantile/status.h"
+
+namespace pantile::ampere {
+
+// All that the text of a kernel depends on beside the row of the kernel table and the tile.
+struct VariantHooks {
+  bool softcap = false;
+  bool alibi = false;
+  bool dropout = false;
+
+  constexpr bool any() const { return softcap || alibi || dropout; }
+};
+
+constexpr VariantHooks variant_hooks(const ForwardProblem& problem) {
+  const Variant& variant = problem.variant;
+  return VariantHooks{variant.softcap > 0.0f, variant.has_alibi, variant.dropout > 0};
+}
+
+// The tile of a forward with hooks. Dropout holds random bits of 32 keys: beside the scores of 64
+// keys at head dim 128 they spill 100 bytes.
+constexpr SharedClass variant_tile_class(const VariantHooks& hooks, SharedClass shared) {
+  return hooks.dropout && shared == SharedClass::large ? SharedClass::medium : shared;
+}
+
+// Ok, or what of the variant this family does not serve.
+Status variant_rule(const ForwardProblem& problem, const DeviceProps& device);
+
+// What the kernels are told; the forward's Q has the sign of the scale, the backward's has not.
+attn::VariantParams forward_variant_params(const ForwardProblem& problem,
+                                           const VariantTensors& tensors);
+attn::VariantParams backward_variant_params(const ForwardProblem& problem,
+                                            const VariantTensors& tensors);
+
+// What weights that dropout keeps are multiplied by.
+float keep_scale(const ForwardProblem& problem);
+
+// For a plan with hooks.
+jit::Request forward_request(const ForwardPlan& plan);
+jit::Request backward_request(const BackwardPlan& plan);
+
+// The kernels of one row that are in memory, so that a call need not write their text.
+class VariantKernels {
+ public:
+  // `stream`: see jit::find_kernel.
+  Status find(const ForwardPlan& plan, void* stream, const jit::Kernel** kernel);
+  Status find(const BackwardPlan& plan, void* stream, const jit::Kernel** kernel);
+
+ private:
+  static constexpr int kTexts = 8 * 3 * 8;  // hooks, tiles, and three choices
+  std::atomic<const jit::Kernel*> known_[kTexts]{};
+};
+
+}  // namespace pantile::ampere

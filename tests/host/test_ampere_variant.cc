@@ -1,0 +1,193 @@
+// Host half of variants on the Ampere family: which kernels a plan has compiled, and refusals.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "ampere/plan.h"
+#include "ampere/variant.h"
+#include "core/softmax_state.h"
+#include "problems.h"
+
+namespace pantile::testing {
+namespace {
+
+const KernelInfo& row_named(const char* name) {
+  for (int i = 0; i < kernel_count(); ++i) {
+    if (std::strcmp(kernel_info(i).name, name) == 0) {
+      return kernel_info(i);
+    }
+  }
+  ADD_FAILURE() << "no row " << name;
+  return kernel_info(0);
+}
+
+// A build for other GPUs than this one makes the same plan.
+void expect_accepted(const Status& status) {
+  EXPECT_TRUE(status.ok() ||
+              std::string(status.message()).find("PANTILE_AMPERE_ON_HOPPER") != std::string::npos)
+      << status.message();
+}
+
+// As plan_forward() would make it, on a machine without CUDA, too.
+ForwardPlan forward_plan(const ForwardProblem& problem, const char* row,
+                         const DeviceProps& device = a100()) {
+  ForwardPlan plan;
+  plan.problem = problem;
+  plan.device = device;
+  plan.kernel = &row_named(row);
+  const Status status = ampere::accept_forward(*plan.kernel, problem, device);
+  expect_accepted(status);
+  ampere::configure_forward(&plan);
+  return plan;
+}
+
+BackwardPlan backward_plan(const BackwardProblem& problem, const char* row,
+                           const DeviceProps& device = a100()) {
+  BackwardPlan plan;
+  plan.problem = problem;
+  plan.device = device;
+  plan.kernel = &row_named(row);
+  const Status status = ampere::accept_backward(*plan.kernel, problem, device);
+  expect_accepted(status);
+  ampere::configure_backward(&plan);
+  return plan;
+}
+
+ForwardProblem causal_problem() {
+  ForwardProblem problem = forward_problem();
+  problem.window_right = 0;
+  return problem;
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+TEST(AmpereVariant, PlansWithoutHooksHaveNothingCompiled) {
+  ForwardProblem problem = causal_problem();
+  std::vector<jit::Request> requests;
+  ASSERT_TRUE(
+      ampere::list_kernels(forward_plan(problem, "ampere_forward_bf16_d128_causal"), &requests)
+          .ok());
+  ASSERT_TRUE(
+      ampere::list_kernels(
+          backward_plan(backward_problem(problem), "ampere_backward_bf16_d128_any"), &requests)
+          .ok());
+  EXPECT_TRUE(requests.empty());
+}
+
+TEST(AmpereVariant, TheTextNamesTileTypesAndMask) {
+  ForwardProblem problem = causal_problem();
+  problem.variant.softcap = 50.0f;
+  problem.variant.dropout = 26;
+  const jit::Request request =
+      ampere::forward_request(forward_plan(problem, "ampere_forward_bf16_d128_causal"));
+  EXPECT_EQ(request.name, "ampere_forward_bf16_d128_causal softcap+dropout");
+  EXPECT_EQ(request.arch, 80);
+  EXPECT_TRUE(contains(request.source,
+                       "forward_tile(128, 128, MaskKind::causal, "
+                       "SharedClass::medium)"))
+      << request.source;
+  EXPECT_TRUE(
+      contains(request.source, "ForwardVariant<attn::Softcap<false>, attn::Dropout<kDropKeys>>"))
+      << request.source;
+  EXPECT_EQ(request.entry,
+            "pantile::ampere::variant_forward_kernel<pantile::ampere::Config, "
+            "pantile::DType::bf16, pantile::MaskKind::causal, pantile::ampere::Variant>");
+
+  problem.dtype = DType::f16;  // holds scores better than the fast tanh
+  problem.variant.dropout = 0;
+  problem.variant.has_alibi = true;
+  problem.window_right = kUnbounded;
+  const jit::Request other =
+      ampere::forward_request(forward_plan(problem, "ampere_forward_f16_d128_full", h100()));
+  EXPECT_EQ(other.arch, 90);
+  EXPECT_TRUE(contains(other.source, "SharedClass::large")) << other.source;
+  EXPECT_TRUE(contains(other.source,
+                       "attn::Both<attn::Softcap<true>, "
+                       "attn::Alibi<true, Config::kTileK>>"))
+      << other.source;
+}
+
+// The place of a kernel in memory, and its text: equal or different together.
+TEST(AmpereVariant, EveryChoiceHasATextOfItsOwn) {
+  std::set<std::string> forwards, backwards;
+  int count = 0;
+  for (int hooks = 1; hooks < 8; ++hooks) {
+    for (const DeviceProps& device :
+         {a100(), h100(), gpu_device("A10", 8, 6, 72, 101376, 6 << 20)}) {
+      ForwardProblem problem = causal_problem();
+      problem.variant.softcap = (hooks & 1) != 0 ? 30.0f : 0.0f;
+      problem.variant.has_alibi = (hooks & 2) != 0;
+      problem.variant.dropout = (hooks & 4) != 0 ? 128 : 0;
+      const jit::Request forward =
+          ampere::forward_request(forward_plan(problem, "ampere_forward_bf16_d128_causal", device));
+      forwards.insert(forward.source + std::to_string(forward.arch));
+      const jit::Request backward = ampere::backward_request(
+          backward_plan(backward_problem(problem), "ampere_backward_bf16_d128_any", device));
+      backwards.insert(backward.source + std::to_string(backward.arch));
+      ++count;
+    }
+  }
+  EXPECT_EQ(static_cast<int>(forwards.size()), count);
+  EXPECT_EQ(static_cast<int>(backwards.size()), count);
+}
+
+TEST(AmpereVariant, BackwardWithALiBiKnowsWhetherKeysLieBehind) {
+  ForwardProblem problem = causal_problem();
+  problem.variant.has_alibi = true;
+  const char* const row = "ampere_backward_bf16_d64_any";
+  problem.head_dim = problem.head_dim_v = 64;
+  set_contiguous(&problem);
+  const jit::Request causal =
+      ampere::backward_request(backward_plan(backward_problem(problem), row));
+  EXPECT_TRUE(contains(causal.source, "hooks.behind = false")) << causal.source;
+  problem.window_right = kUnbounded;
+  const jit::Request full = ampere::backward_request(backward_plan(backward_problem(problem), row));
+  EXPECT_TRUE(contains(full.source, "hooks.behind = true")) << full.source;
+}
+
+TEST(AmpereVariant, ParametersAreInTheUnitsOfTheHooks) {
+  ForwardProblem problem = causal_problem();
+  problem.scale = -0.25f;  // the forward's Q has its sign
+  problem.variant.softcap = 20.0f;
+  problem.variant.dropout = 64;
+  VariantTensors tensors;
+  const attn::VariantParams forward = ampere::forward_variant_params(problem, tensors);
+  const attn::VariantParams backward = ampere::backward_variant_params(problem, tensors);
+  EXPECT_FLOAT_EQ(forward.cap_inner, 0.25f / 20.0f);
+  EXPECT_FLOAT_EQ(backward.cap_inner, -0.25f / 20.0f);
+  EXPECT_FLOAT_EQ(forward.unit, 20.0f * core::kLog2E);
+  EXPECT_FLOAT_EQ(backward.cap_log2, 20.0f * core::kLog2E);
+  EXPECT_FLOAT_EQ(forward.keep_scale, 256.0f / 192.0f);
+  EXPECT_EQ(forward.dropout_add, 0xc0c0c0c0u);
+  problem.variant.softcap = 0.0f;
+  EXPECT_FLOAT_EQ(ampere::forward_variant_params(problem, tensors).unit, 0.25f * core::kLog2E);
+}
+
+TEST(AmpereVariant, RefusesByNameWhatItDoesNotServe) {
+  const auto refusal = [](const ForwardProblem& problem, const DeviceProps& device) {
+    const KernelInfo& row = row_named("ampere_forward_bf16_d128_causal");
+    return std::string(ampere::accept_forward(row, problem, device).message());
+  };
+  ForwardProblem problem = causal_problem();
+  problem.variant.dropout = 26;
+  problem.variant.key_offset = 24;
+  EXPECT_EQ(refusal(problem, a100()),
+            "variant.query_offset is 0 and variant.key_offset 24; with dropout this kernel needs "
+            "multiples of 16");
+  problem.variant.key_offset = 0;
+  const std::string later = refusal(problem, gpu_device("B200", 10, 0, 148, 232448, 126 << 20));
+  EXPECT_TRUE(contains(later, "compiles kernels with dropout for compute capability 8.x and 9.x"))
+      << later;
+  problem.softmax.unit = SoftmaxUnit::tensor;
+  problem.softmax.tensor_quarters = 2;
+  EXPECT_TRUE(contains(refusal(problem, a100()), "tensor_share = 0 only"));
+}
+
+}  // namespace
+}  // namespace pantile::testing
