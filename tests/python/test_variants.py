@@ -16,6 +16,7 @@ import pantile
 import pytest
 import torch
 from pantile import reference
+from pantile._schema import Call
 from support import Target, assert_same_bits, dense, packed
 from torch.utils.checkpoint import checkpoint
 
@@ -546,10 +547,10 @@ def test_opcheck():
     given = everything(case, Target("cpu", "cpu"))
     learned = learned_of(given)
     operands = [x.clone().requires_grad_() for x in case.operands]
-    from pantile._schema import Call
-
+    blocks = torch.tensor([[[[True]]]])
     variant = (learned["alibi"], learned["sinks"], learned["bias"], torch.tensor([3, 4]))
-    numbers = (2.5, 77, 0, 0, 0, 0)
+    variant = (*variant, blocks, None, None)
+    numbers = (2.5, 77, 0, 0, 0, 0, 128)
     flags = (False, False, False, False, False)
     torch.library.opcheck(
         torch.ops.pantile.forward_variant.default,
