@@ -254,6 +254,7 @@ def test_largest_logit_is_of_changed_scores(target):
 
 def test_neutral_values_are_plain(target):
     case = dense(target, target.default_dtype)
+    serves(case, target, {}, False)
     plain = case.ours(*case.operands, options=target.options)
     for given in ({"softcap": None}, {"softcap": 0.0}, {"dropout": 0.0}, {"dropout": 0.001}):
         assert_same_bits(
