@@ -544,6 +544,7 @@ def test_autocast(target):
 
 
 def test_opcheck():
+    pantile.load_torch()
     case = dense(Target("cpu", "cpu"), head_dim=32)
     given = everything(case, Target("cpu", "cpu"))
     learned = learned_of(given)
