@@ -703,16 +703,17 @@ def test_fp8_refuses_by_name(name):
         pantile.attention(pantile.quantize(*case.operands), **{name: value})
 
 
-def test_nothing_to_attend_to():
+@pytest.mark.parametrize("names", [("alibi", "sinks", "dropout"), ("shared_bias", "sinks")])
+def test_nothing_to_attend_to(target, names):
     """No batch, no rows, no keys: outputs and gradients of the right shape, the latter 0."""
-    target = Target("cpu", "cpu")
     for batch, rows, keys in ((0, 5, 7), (2, 0, 7), (2, 5, 0)):
-        case = dense(target, batch=batch, rows=rows, keys=keys, head_dim=32)
-        given = arguments_of(("alibi", "shared_bias", "sinks", "dropout"), case, target)
-        found = attend(case.ours, case, given)
+        case = dense(target, target.default_dtype, batch=batch, rows=rows, keys=keys, head_dim=32)
+        given = arguments_of(names, case, target)
+        serves(case, target, given, True)
+        found = attend(lambda *x, c=case, **g: c.ours(*x, options=target.options, **g), case, given)
         assert found["o"].shape == (batch, rows, 4, 32)
         assert not found["o"].any()
-        for name in ("alibi", "bias"):
+        for name in given.keys() & {"alibi", "bias"}:
             assert found[name].shape == given[name].shape
             assert not found[name].any()
         if keys:
