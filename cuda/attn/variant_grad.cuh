@@ -3,13 +3,11 @@
 // gradients:
 //
 //   additive terms  P = exp2(S * scale_log2 + term); S starts from -lse / scale, as without them
-//   softcap         S is raw. t = tanh(S * inner), P = exp2(t * cap_log2 + term - lse_log2), and dS
-//   is
-//                   multiplied by the slope 1 - t^2. P is packed at once: what stays in S's
-//                   registers is P times the slope
-//   dropout         dV takes P where it was kept. dS = P * (kept ? dP - d : -d), where all of dV,
-//   dQ
-//                   and dK are multiplied by keep_scale in the end and d is delta divided by it
+//   softcap         S is raw. With t = tanh(S * inner), P = exp2(t * cap_log2 + term - lse_log2),
+//                   and dS is multiplied by the slope 1 - t^2. P is packed at once: what stays in
+//                   the registers of S is P times the slope
+//   dropout         dV takes P where it was kept. dS = P * (kept ? dP - d : -d), where dV, dQ and
+//                   dK are multiplied by keep_scale in the end, and d is delta divided by it
 //   ALiBi's slopes  the sum of dS times the distance, over a tile of keys and all rows of a head
 //   bias            dS, added to fp32 in global memory
 #pragma once
