@@ -69,8 +69,8 @@ LISTED = {
         ("Dropout.PhiloxKnownAnswers", "round < 10", "round < 9"),
         ("Dropout.PhiloxKnownAnswers", "counter.word[3] ^ key1", "counter.word[3] ^ key0"),
         ("Dropout.ElementsHaveBytesOfTheirOwn", "row / 16 * 4 + row % 8 / 2", "row / 16 * 4"),
-        ("Dropout.ElementsHaveBytesOfTheirOwn", "2 * (row % 2) + key % 2", "2 * (row % 2)"),
-        ("Dropout.ElementsHaveBytesOfTheirOwn", "row / 8 % 2) + key / 8 % 2", "row / 8 % 2)"),
+        ("Dropout.ElementsHaveBytesOfTheirOwn", "[2 * (row % 2) + key % 2]", "[2 * (row % 2)]"),
+        ("Dropout.ElementsHaveBytesOfTheirOwn", "(row / 8 % 2) + key / 8 % 2)", "(row / 8 % 2))"),
         ("Dropout.KeysOfCallsDiffer", "seed ^ mixed ^ (mixed >> 31)", "seed"),
         ("Dropout.ScaleAndThreshold", ">= static_cast<std::uint32_t>(dropped)", "> 0u"),
         ("Dropout.ScaleAndThreshold", "256.0f / static_cast<float>(256 - dropped)", "1.0f"),
@@ -277,6 +277,17 @@ LISTED = {
         ),
     ],
     "sequence.h": [
+        ("Heads.EveryQueryHeadBelongsToOneGroupInOrder", "return heads_q / heads_k;", "return 1;"),
+        (
+            "Heads.EveryQueryHeadBelongsToOneGroupInOrder",
+            "return query_head / group();",
+            "return query_head % heads_k;",
+        ),
+        (
+            "Heads.EveryQueryHeadBelongsToOneGroupInOrder",
+            "return key_head * group();",
+            "return key_head * heads_k;",
+        ),
         (
             "Sequence.PackedBatchesFollowTheirPrefixSums",
             "begin * side.seq_stride",
@@ -318,28 +329,15 @@ LISTED = {
             "sequence.row = 0;",
         ),
     ],
-    "heads.h": [
-        ("Heads.EveryQueryHeadBelongsToOneGroupInOrder", "return heads_q / heads_k;", "return 1;"),
-        (
-            "Heads.EveryQueryHeadBelongsToOneGroupInOrder",
-            "return query_head / group();",
-            "return query_head % heads_k;",
-        ),
-        (
-            "Heads.EveryQueryHeadBelongsToOneGroupInOrder",
-            "return key_head * group();",
-            "return key_head * heads_k;",
-        ),
-    ],
     "softmax_state.h": [
         (
             "SoftmaxState.RowsThatSeeNothingAreExactlyZero",
-            "return max == -__builtin_huge_valf() ? 0.0f : max;",
+            "return max == -kInfinity ? 0.0f : max;",
             "return max;",
         ),
         (
             "SoftmaxState.EveryBlockingGivesTheTwoPassResult",
-            "SoftmaxState{-__builtin_huge_valf(), 0.0f}",
+            "SoftmaxState{-kInfinity, 0.0f}",
             "SoftmaxState{0.0f, 0.0f}",
         ),
         (
@@ -354,7 +352,7 @@ LISTED = {
         ),
         (
             "SoftmaxState.RowsThatSeeNothingAreExactlyZero",
-            "state.sum == 0.0f ? -__builtin_huge_valf() :",
+            "state.sum == 0.0f ? -kInfinity :",
             "state.sum == 0.0f ? 0.0f :",
         ),
         (
@@ -516,12 +514,12 @@ LISTED = {
         (
             "Scaling.LargeNumbersSaturateAndNaNStays",
             "magnitude >= float_bits(kE4m3Max)",
-            "magnitude >= kInfinity",
+            "magnitude >= kInfinityBits",
         ),
         (
             "Scaling.LargeNumbersSaturateAndNaNStays",
-            "if (magnitude > kInfinity) {",
-            "if (magnitude >= kInfinity) {",
+            "if (magnitude > kInfinityBits) {",
+            "if (magnitude >= kInfinityBits) {",
         ),
         (
             "Scaling.FloatsOfAllMagnitudesEncodeToTheNearestCode",

@@ -172,6 +172,7 @@ CALLS = {
     "varlen_attention_numpy": (pantile.varlen_attention, lambda: arrays(packed())),
     "explain": (pantile.explain, dense),
     "explain_packed": (pantile.explain, packed),
+    "compile": (pantile.compile, dense),
     "quantize": (pantile.quantize, dense),
     "quantize_packed": (pantile.quantize, packed),
     "quantize_codes": (pantile.quantize, codes),
