@@ -106,6 +106,14 @@ def _new_fake(q, v, keep_low, dtype):
     return o, q.new_empty(lse_shape(q.shape), dtype=torch.float32), o_low
 
 
+def new_fake_extra(a):
+    """With max_logit; ``a``: the arguments of an operator that may want it, or a float32 o."""
+    rows = batch_of(a.q, a.call) if a.max_logit else 0
+    max_logit = a.q.new_empty((rows, a.q.shape[-2]), dtype=torch.float32)
+    dtype = torch.float32 if a.output_f32 else a.q.dtype
+    return *_new_fake(a.q, a.v, a.keep_low, dtype), max_logit
+
+
 @torch.library.register_fake("pantile::forward", lib=_library)
 def _fake_forward(*arguments):
     a = FORWARD.split(arguments)
@@ -117,10 +125,7 @@ def _fake_forward(*arguments):
 def _fake_extra(*arguments):
     a = FORWARD_EXTRA.split(arguments)
     _fake.check_forward(a.q, a.k, a.v, a.call, a.max_logit, a.output_f32)
-    rows = batch_of(a.q, a.call) if a.max_logit else 0
-    max_logit = a.q.new_empty((rows, a.q.shape[-2]), dtype=torch.float32)
-    dtype = torch.float32 if a.output_f32 else a.q.dtype
-    return *_new_fake(a.q, a.v, a.keep_low, dtype), max_logit
+    return new_fake_extra(a)
 
 
 @torch.library.register_fake("pantile::backward", lib=_library)
@@ -248,17 +253,24 @@ def _dispatch(q, k, v, call, deterministic, checked, keep_low, extras):
     return *outputs, max_logit if extras[0] else None
 
 
-class _AttentionGradient(torch.autograd.Function):
-    """On the gradient's own Autograd key, so that a second derivative is never silently wrong."""
+def gradient_function(op):
+    """Of a backward operator, on its own Autograd key, so that a second derivative is never
+    silently wrong."""
 
-    @staticmethod
-    def forward(ctx, *args):
-        *args, grad_mode = args
-        with lower(grad_mode):
-            return backward_op(*args)
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            *args, grad_mode = args
+            with lower(grad_mode):
+                return op(*args)
 
-    backward = staticmethod(_no_second_derivative)
-    jvp = staticmethod(_no_forward_mode)
+        backward = staticmethod(_no_second_derivative)
+        jvp = staticmethod(_no_forward_mode)
+
+    return Gradient
+
+
+_AttentionGradient = gradient_function(backward_op)
 
 
 def differentiates(tensors) -> bool:

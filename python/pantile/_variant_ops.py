@@ -30,15 +30,14 @@ from pantile._ops import (
     _chosen,
     _forward_flops,
     _library,
-    _new_fake,
     _no_forward_mode,
-    _no_second_derivative,
     _or_empty,
     apply,
-    batch_of,
     differentiates,
+    gradient_function,
     lower,
     mapped_in_a_loop,
+    new_fake_extra,
     prepare,
 )
 from pantile._schema import (
@@ -149,10 +148,7 @@ for _key in ("CPU", "CUDA"):
 def _fake_forward(*arguments):
     a = FORWARD_VARIANT.split(arguments)
     _fake.check_forward(a.q, a.k, a.v, a.call, a.max_logit, a.output_f32, variant_of(a))
-    rows = batch_of(a.q, a.call) if a.max_logit else 0
-    max_logit = a.q.new_empty((rows, a.q.shape[-2]), dtype=torch.float32)
-    dtype = torch.float32 if a.output_f32 else a.q.dtype
-    return *_new_fake(a.q, a.v, a.keep_low, dtype), max_logit
+    return new_fake_extra(a)
 
 
 @torch.library.register_fake("pantile::backward_variant", lib=_library)
@@ -252,17 +248,7 @@ def _dispatch(q, k, v, call, variant, deterministic, checked, keep_low, extras):
     return *outputs, max_logit if extras[0] else None
 
 
-class _VariantGradient(torch.autograd.Function):
-    """So that a second derivative is never silently wrong."""
-
-    @staticmethod
-    def forward(ctx, *args):
-        *args, grad_mode = args
-        with lower(grad_mode):
-            return backward_op(*args)
-
-    backward = staticmethod(_no_second_derivative)
-    jvp = staticmethod(_no_forward_mode)
+_VariantGradient = gradient_function(backward_op)
 
 
 def _forward_autograd(*arguments):
