@@ -159,7 +159,7 @@ def require_kernel(case: Case, target: Target, backward: bool = False) -> None:
 
 
 def gradients(function, operands, grad_o=None, grad_lse=None):
-    """[o, lse, dq, dk, dv] of ``function`` on fresh leaves with the strides of the operands."""
+    """[o, lse, dq, dk, dv ...] of ``function`` on fresh leaves with the strides of the operands."""
     leaves = [x.detach().requires_grad_() for x in operands]
     o, lse = function(*leaves)
     outputs, grads = [], []
@@ -167,7 +167,7 @@ def gradients(function, operands, grad_o=None, grad_lse=None):
         if grad is not None and output.requires_grad:  # not where the reference has no terms
             outputs.append(output)
             grads.append(grad.to(output.dtype))
-    found = [None] * 3
+    found = [None] * len(leaves)
     if outputs:
         found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
     found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
@@ -214,6 +214,7 @@ class Part:
     k: tuple
     lse: tuple
     packed: bool
+    sequence: int  # the first of them
 
     def of(self, x: torch.Tensor, index: tuple) -> torch.Tensor:
         return x[index][None] if self.packed else x[index]
@@ -239,7 +240,11 @@ def parts(case: Case) -> Iterator[Part]:
             some = slice(first, min(first + step, batch))
             for heads, heads_k in _head_slices(case, scores * (some.stop - some.start)):
                 yield Part(
-                    (some, slice(None), heads), (some, slice(None), heads_k), (some, heads), False
+                    (some, slice(None), heads),
+                    (some, slice(None), heads_k),
+                    (some, heads),
+                    False,
+                    first,
                 )
         return
     bounds_q, bounds_k = (x.tolist() for x in case.lengths)
@@ -250,7 +255,7 @@ def parts(case: Case) -> Iterator[Part]:
         at_q = slice(bounds_q[b], bounds_q[b] + rows)
         at_k = slice(bounds_k[b], bounds_k[b] + keys)
         for heads, heads_k in _head_slices(case, group * rows * keys):
-            yield Part((at_q, heads), (at_k, heads_k), (heads, at_q), True)
+            yield Part((at_q, heads), (at_k, heads_k), (heads, at_q), True, b)
 
 
 @dataclass
