@@ -113,13 +113,6 @@ def regimes(pass_: str, dtypes: tuple[str, ...]) -> list:
     return found
 
 
-@pytest.fixture(autouse=True)
-def clean_up():
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def require_compiled(entry: dict, record_property) -> None:
     record_property("kernel", entry["name"])
     if not entry["compiled"]:

@@ -183,13 +183,6 @@ def regime_case(target: Target, shape: Shape, mask: str, dims, names) -> tuple[C
         repeats = max(repeats + 1, repeats * wanted // max(min(counts), 1))
 
 
-@pytest.fixture(autouse=True)
-def clean_up():
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 @pytest.mark.parametrize(
     ("names", "shape", "mask", "dims"),
     CASES,
