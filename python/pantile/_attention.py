@@ -23,7 +23,17 @@ from pantile._variants import NAMES as VARIANT_NAMES
 from pantile._variants import Dropout, refuse_in_fp8, resolve_variant
 
 if TYPE_CHECKING:
-    from pantile._types import Array, Lengths, Mask, Tensor, Window
+    from typing_extensions import Unpack
+
+    from pantile._types import (
+        Array,
+        Choices,
+        Lengths,
+        PackedChoices,
+        QuantizedChoices,
+        Tensor,
+        Window,
+    )
 
 # pantile._ops once torch has been seen; importing pantile does not import torch.
 _torch_ops = None
@@ -143,19 +153,9 @@ def attention(
     k: Array,
     v: Array,
     *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    **choices: Unpack[Choices[Array]],
 ) -> Array: ...
 @overload
 def attention(
@@ -163,19 +163,9 @@ def attention(
     k: Array,
     v: Array,
     *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = ...,
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    **choices: Unpack[Choices[Array]],
 ) -> tuple[Array, Array]: ...
 @overload
 def attention(
@@ -183,19 +173,9 @@ def attention(
     k: Array,
     v: Array,
     *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[True],
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    **choices: Unpack[Choices[Array]],
 ) -> tuple[Array, Array]: ...
 @overload
 def attention(
@@ -203,19 +183,9 @@ def attention(
     k: Array,
     v: Array,
     *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[True],
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    **choices: Unpack[Choices[Array]],
 ) -> tuple[Array, Array, Array]: ...
 @overload
 def attention(
@@ -223,52 +193,21 @@ def attention(
     k: Array,
     v: Array,
     *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
     return_lse: bool = ...,
     return_max_logit: bool = ...,
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    **choices: Unpack[Choices[Array]],
 ) -> Array | tuple[Array, ...]: ...
 @overload
 def attention(
-    q: Quantized,
-    *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    q: Quantized, *, return_lse: Literal[False] = ..., **choices: Unpack[QuantizedChoices]
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Quantized,
-    *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[True],
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    q: Quantized, *, return_lse: Literal[True], **choices: Unpack[QuantizedChoices]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Quantized,
-    *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    return_lse: bool,
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    q: Quantized, *, return_lse: bool, **choices: Unpack[QuantizedChoices]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Any,
@@ -377,21 +316,9 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    seqused_q: Lengths | None = ...,
-    seqused_k: Lengths | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    **choices: Unpack[PackedChoices[Array]],
 ) -> Array: ...
 @overload
 def varlen_attention(
@@ -403,21 +330,9 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    seqused_q: Lengths | None = ...,
-    seqused_k: Lengths | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = ...,
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    **choices: Unpack[PackedChoices[Array]],
 ) -> tuple[Array, Array]: ...
 @overload
 def varlen_attention(
@@ -429,21 +344,9 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    seqused_q: Lengths | None = ...,
-    seqused_k: Lengths | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[True],
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    **choices: Unpack[PackedChoices[Array]],
 ) -> tuple[Array, Array]: ...
 @overload
 def varlen_attention(
@@ -455,21 +358,9 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    seqused_q: Lengths | None = ...,
-    seqused_k: Lengths | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[True],
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    **choices: Unpack[PackedChoices[Array]],
 ) -> tuple[Array, Array, Array]: ...
 @overload
 def varlen_attention(
@@ -481,54 +372,21 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    seqused_q: Lengths | None = ...,
-    seqused_k: Lengths | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
     return_lse: bool = ...,
     return_max_logit: bool = ...,
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    **choices: Unpack[PackedChoices[Array]],
 ) -> Array | tuple[Array, ...]: ...
 @overload
 def varlen_attention(
-    q: Quantized,
-    *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    q: Quantized, *, return_lse: Literal[False] = ..., **choices: Unpack[QuantizedChoices]
 ) -> Tensor: ...
 @overload
 def varlen_attention(
-    q: Quantized,
-    *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[True],
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    q: Quantized, *, return_lse: Literal[True], **choices: Unpack[QuantizedChoices]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def varlen_attention(
-    q: Quantized,
-    *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    return_lse: bool,
-    deterministic: bool = ...,
-    options: Options | None = ...,
+    q: Quantized, *, return_lse: bool, **choices: Unpack[QuantizedChoices]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     q: Any,

@@ -3,12 +3,14 @@ to run."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy
 import torch
+from typing_extensions import TypedDict
 
-from pantile._variants import BlockMask, Documents
+from pantile._options import Options
+from pantile._variants import BlockMask, Documents, Dropout
 
 Tensor: TypeAlias = torch.Tensor
 NumpyArray: TypeAlias = numpy.ndarray[Any, Any]
@@ -17,3 +19,28 @@ Array = TypeVar("Array", torch.Tensor, numpy.ndarray[Any, Any])
 Lengths: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any]  # int32
 Window: TypeAlias = tuple[int | None, int | None]
 Mask: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any] | BlockMask | Documents
+
+
+# Arguments by name, which all overloads of a public call have.
+
+
+class QuantizedChoices(TypedDict, total=False):
+    causal: bool
+    window: Window | None
+    scale: float | None
+    deterministic: bool
+    options: Options | None
+
+
+class Choices(QuantizedChoices, Generic[Array], total=False):
+    softcap: float | None
+    alibi: Array | None
+    bias: Array | None
+    sinks: Array | None
+    dropout: float | Dropout | None
+    mask: Mask | None
+
+
+class PackedChoices(Choices[Array], total=False):
+    seqused_q: Lengths | None
+    seqused_k: Lengths | None

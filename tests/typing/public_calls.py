@@ -46,6 +46,24 @@ def packed(q: torch.Tensor, k: torch.Tensor, bounds: torch.Tensor) -> None:
     assert_type(lse, torch.Tensor)
 
 
+def variants(
+    q: torch.Tensor, slopes: torch.Tensor, ids: torch.Tensor, a: np.ndarray[Any, Any]
+) -> None:
+    dropout = pantile.Dropout(0.1, seed=7)
+    o = pantile.attention(
+        q, q, q, softcap=30.0, alibi=slopes, sinks=slopes, bias=q, dropout=dropout
+    )
+    assert_type(o, torch.Tensor)
+    assert_type(pantile.attention(q, q, q, dropout=0.1, mask=ids > 0), torch.Tensor)
+    mask = pantile.Documents(ids)
+    assert_type(
+        pantile.attention(q, q, q, mask=mask, return_lse=True), tuple[torch.Tensor, torch.Tensor]
+    )
+    blocks = pantile.BlockMask(ids > 0, block=128)
+    assert_type(pantile.varlen_attention(q, q, q, ids, ids, 7, 7, mask=blocks), torch.Tensor)
+    assert_type(pantile.dropout_mask(dropout, 1, 2, 3, 4), torch.Tensor)
+
+
 def eight_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     operands = pantile.fp8.quantize(q, k, v, block=64, descale_q=None)
     assert_type(operands, pantile.Quantized)
@@ -73,6 +91,9 @@ def mistakes(q: torch.Tensor, a: np.ndarray[Any, Any], bounds: torch.Tensor) -> 
     pantile.attention(q, q, q, True)  # error: causal by position
     pantile.attention(q, q, q, is_causal=True)  # error: another library's name
     pantile.attention(q, q, q, window=4)  # error: one number
+    pantile.attention(q, q, q, alibi=a)  # error: two libraries
+    pantile.attention(q, q, q, dropout="0.1")  # error: not a number
+    pantile.attention(q, q, q, seqused_k=q)  # error: of packed tensors
     pantile.varlen_attention(q, q, q, bounds, bounds)  # error: no longest lengths
     pantile.Options(backend="tpu")  # error: no such backend
     pantile.Options(tensor_share=0.5)  # error: an experimental option
