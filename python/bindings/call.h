@@ -29,6 +29,7 @@ struct Call {
   std::int64_t window_left = kUnbounded;
   std::int64_t window_right = kUnbounded;
   Backend backend = Backend::automatic;
+  bool backend_preferred = false;  // it gives way where it has no kernel that serves
   std::optional<Float32Precision> float32_precision;  // default: what the framework says
   SoftmaxUnit softmax = SoftmaxUnit::automatic;
   bool softmax_preferred = false;  // the softmax gives way where no kernel has it
@@ -80,6 +81,7 @@ inline constexpr std::tuple kCallFields{
     CallField{"window_left", &Call::window_left},
     CallField{"window_right", &Call::window_right},
     CallField{"backend", &Call::backend},
+    CallField{"backend_preferred", &Call::backend_preferred},
     CallField{"float32_precision", &Call::float32_precision},
     CallField{"softmax", &Call::softmax},
     CallField{"softmax_preferred", &Call::softmax_preferred},

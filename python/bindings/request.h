@@ -148,6 +148,7 @@ struct Request {
   Device device;
   PlanOptions options;
   bool packed = false;
+  bool backend_preferred = false;  // it gives way where it has no kernel that serves
   bool softmax_preferred = false;  // the softmax gives way where no kernel has it
 };
 
@@ -156,6 +157,7 @@ inline void read_options(const Call& call, Request* request) {
   ForwardProblem& problem = request->problem;
   request->packed = call.packed();
   request->options.backend = call.backend;
+  request->backend_preferred = call.backend_preferred;
   request->softmax_preferred = call.softmax_preferred;
   problem.softmax = call.softmax_options();
   problem.float32_precision = call.float32_precision.value_or(Float32Precision::highest);

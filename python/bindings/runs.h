@@ -165,6 +165,14 @@ unsigned what_helps(Problem* problem, const DeviceProps& device, const PlanOptio
   return copies != 0 ? copies : changes_that_help(problem, accepts);
 }
 
+// The request whose backend has given way.
+inline Request of_any_backend(const Request& request) {
+  Request other = request;
+  other.options.backend = Backend::automatic;
+  other.backend_preferred = false;
+  return other;
+}
+
 // Plans and runs. The answer is 0 when that was done, or the bits of the inputs that must be copied
 // or changed before any kernel accepts; nothing has been launched then.
 template <class Plan, class Problem, class Tensors>
@@ -184,6 +192,9 @@ unsigned plan_and_run(const Request& request, Problem* problem, const Tensors& t
     }
     if (request.softmax_preferred && forget_softmax(problem)) {
       return plan_and_run<Plan>(request, problem, tensors, pass, operands);
+    }
+    if (request.backend_preferred) {
+      return plan_and_run<Plan>(of_any_backend(request), problem, tensors, pass, operands);
     }
   }
   raise_unless_ok(status);
@@ -251,23 +262,30 @@ inline nb::list verdict_list(const std::vector<Verdict>& verdicts) {
   return rows;
 }
 
-// What one pass would do: {"copies": copy and change bits, "kernel": name or None, "reason",
-// "tile_q", "tile_k", "blocks", "workspace_bytes", "softmax", "o_low": whether the pass writes or
-// reads the low bits of O, "rows": a verdict for each row of the table}.
-// Everything but "copies" describes the problem after those copies.
-// The plan that a call would have, with the copies that it would make first.
+// What one pass would do: {"copies": copy and change bits, "backend_gave_way", "kernel": name or
+// None, "reason", "tile_q", "tile_k", "blocks", "workspace_bytes", "softmax", "o_low": whether the
+// pass writes or reads the low bits of O, "rows": a verdict for each row of the table}. Everything
+// but "copies" describes the problem after those copies. The plan that a call would have, with the
+// copies that it would make first. `request` is then without what the environment preferred and no
+// kernel has.
 template <class Plan, class Problem>
-Status plan_with_copies(const Request& request, Problem* problem,
-                        std::initializer_list<Operand> operands, unsigned* copies, Plan* plan) {
+Status plan_with_copies(Request* request, Problem* problem, std::initializer_list<Operand> operands,
+                        unsigned* copies, Plan* plan) {
   *copies = inexpressible(operands);
-  const DeviceProps device = properties_of(request.device);
-  Status status = make_plan(*problem, device, request.options, plan);
+  const DeviceProps device = properties_of(request->device);
+  Status status = make_plan(*problem, device, request->options, plan);
   if (status.code() == StatusCode::unsupported) {
-    *copies |= what_helps<Plan>(problem, device, request.options, operands);
-    status = make_plan(*problem, device, request.options, plan);
+    *copies |= what_helps<Plan>(problem, device, request->options, operands);
+    status = make_plan(*problem, device, request->options, plan);
   }
-  if (status.code() == StatusCode::unsupported && request.softmax_preferred &&
-      forget_softmax(problem)) {
+  if (status.code() != StatusCode::unsupported) {
+    return status;
+  }
+  if (request->softmax_preferred && forget_softmax(problem)) {
+    return plan_with_copies(request, problem, operands, copies, plan);
+  }
+  if (request->backend_preferred) {
+    *request = of_any_backend(*request);
     return plan_with_copies(request, problem, operands, copies, plan);
   }
   return status;
@@ -275,11 +293,10 @@ Status plan_with_copies(const Request& request, Problem* problem,
 
 // Compiles what a run would compile at its first call.
 template <class Plan, class Problem>
-void compile_pass(const Request& request, Problem* problem,
-                  std::initializer_list<Operand> operands) {
+void compile_pass(Request request, Problem* problem, std::initializer_list<Operand> operands) {
   unsigned unused = 0;
   Plan plan;
-  Status status = plan_with_copies(request, problem, operands, &unused, &plan);
+  Status status = plan_with_copies(&request, problem, operands, &unused, &plan);
   if (status.ok()) {
     const Unlocked unlocked;
     status = compile(plan);
@@ -288,11 +305,11 @@ void compile_pass(const Request& request, Problem* problem,
 }
 
 template <class Plan, class Problem>
-nb::dict explain_pass(const Request& request, Problem* problem,
-                      std::initializer_list<Operand> operands) {
+nb::dict explain_pass(Request request, Problem* problem, std::initializer_list<Operand> operands) {
+  const bool preferred = request.backend_preferred;
   unsigned copies = 0;
   Plan plan;
-  const Status status = plan_with_copies(request, problem, operands, &copies, &plan);
+  const Status status = plan_with_copies(&request, problem, operands, &copies, &plan);
   if (status.code() == StatusCode::invalid_argument) {
     raise_unless_ok(status);
   }
@@ -303,6 +320,7 @@ nb::dict explain_pass(const Request& request, Problem* problem,
   verdicts.resize(static_cast<std::size_t>(rows));
   nb::dict answer;
   answer["copies"] = copies;
+  answer["backend_gave_way"] = preferred && !request.backend_preferred;
   answer["rows"] = verdict_list(verdicts);
   answer["reason"] = status.message();
   answer["kernel"] = status.ok() ? nb::object(nb::str(plan.kernel->name)) : nb::none();

@@ -28,6 +28,7 @@ class Call:
         window_left: int,
         window_right: int,
         backend: str,
+        backend_preferred: bool,
         float32_precision: str,
         softmax: str,
         softmax_preferred: bool,
@@ -64,6 +65,8 @@ class Call:
     def window_right(self) -> int: ...
     @property
     def backend(self) -> str: ...
+    @property
+    def backend_preferred(self) -> bool: ...
     @property
     def float32_precision(self) -> str: ...
     @property

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # pantile._ops once torch has been seen; importing pantile does not import torch.
 _torch_ops = None
-_tensor_type = None  # torch.Tensor then
+_tensor_type = None  # torch.Tensor then, of calls that may take the short way
 
 
 def _is_compiling() -> bool:  # torch's function of that name, then
@@ -50,7 +50,9 @@ def load_torch() -> None:
     if _torch_ops is None and sys.modules.get("torch") is not None:  # None: its import is barred
         from pantile import _fp8_ops, _kept, _ops, _variant_ops  # noqa: F401 (operators)
 
-        _torch_ops, _tensor_type, _is_compiling = _ops, _ops.Tensor, _ops.is_compiling
+        _torch_ops, _is_compiling = _ops, _ops.is_compiling
+        if DEFAULT_OPTIONS.backend != "torch":
+            _tensor_type = _ops.Tensor
 
 
 def _engine(q: object) -> Any:
@@ -290,7 +292,31 @@ def attention(
     check_flags(return_lse, return_max_logit, deterministic)
     call = _make_call(_DENSE, causal, window, scale, options, return_lse)
     change = softcap, alibi, bias, sinks, dropout, mask
+    if options.backend == "torch":
+        flags = return_lse, return_max_logit, deterministic
+        if _torch_serves(q, call, change, options, flags, False):
+            return _torch_backend().attention(q, k, v, call, change)
     return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)
+
+
+def _torch_backend() -> Any:
+    from pantile import _torch_backend
+
+    return _torch_backend
+
+
+def _torch_serves(q, call, change: tuple, options: Options, flags: tuple, packed: bool) -> bool:
+    """Whether torch's own attention does it: or an error says why not, if the code asked for it.
+    Where only the environment did, the table of kernels serves the rest."""
+    if _torch_ops is None or not isinstance(q, _torch_ops.Tensor):
+        if options.backend_preferred:
+            return False
+        name = type(q).__name__
+        raise TypeError(f"q is a {name}; with options.backend torch it must be a torch.Tensor")
+    if options.backend_preferred:
+        return _torch_backend().serves(call, change, options, flags, packed)
+    _torch_backend().require_served(call, change, options, flags, packed)
+    return True
 
 
 def packing_of(q, k, lengths: tuple, longest: tuple) -> tuple:
@@ -454,4 +480,8 @@ def varlen_attention(
         packing = _DENSE  # not read
     call = _make_call(packing, causal, window, scale, options, return_lse)
     change = softcap, alibi, bias, sinks, dropout, mask
+    if options.backend == "torch":
+        flags = return_lse, return_max_logit, deterministic
+        if _torch_serves(q, call, change, options, flags, True):
+            return _torch_backend().varlen_attention(q, k, v, lengths, call, change)
     return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)

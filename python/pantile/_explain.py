@@ -41,17 +41,22 @@ class PassExplanation:
     rows: tuple[Verdict, ...]
     pads_head_dims: bool = False  # inputs are copied with zeros, to multiples of 8 columns
     folds_scale: bool = False  # q is copied times -1 or 0, and scale made positive
+    backend_gave_way: bool = False  # PANTILE_BACKEND names one that does not serve the call
     o_low: bool = False  # the pass writes or reads 8 more bits of a 16-bit output
 
     def lines(self, title: str, verbose: bool = False) -> list[str]:
         if self.kernel is None:
             head = f"{title}: no kernel. {self.reason}"
+        elif self.tile_q == 0 and not self.rows:
+            head = f"{title}: {self.kernel}"
         else:
             head = (
                 f"{title}: {self.kernel}, tile {self.tile_q} x {self.tile_k}, "
                 f"{self.blocks} blocks, workspace {self.workspace_bytes} bytes"
             )
         lines = [head]
+        if self.backend_gave_way:
+            lines.append("  PANTILE_BACKEND names a backend that does not serve this call")
         if self.softmax:
             lines.append(f"  softmax: {self.softmax}")
         if self.o_low:

@@ -13,10 +13,17 @@ from pantile._attention import (
     _fp8_ops,
     _make_call,
     _require_torch,
+    _torch_serves,
     _variant_engine,
     packing_of,
 )
-from pantile._explain import Explanation, explain_call, explain_fp8_call, wanted_gradients
+from pantile._explain import (
+    Explanation,
+    PassExplanation,
+    explain_call,
+    explain_fp8_call,
+    wanted_gradients,
+)
 from pantile._foreign import refuse
 from pantile._options import (
     DEFAULT_OPTIONS,
@@ -60,6 +67,19 @@ def _variant_of(engine, q, change: tuple):
     """``change``: softcap, alibi, bias, sinks, dropout, mask."""
     resolved = resolve_variant(*change)
     return None if resolved is None else _variant_engine(engine).explained_variant(resolved[0], q)
+
+
+def explain_torch(q, call, change, options: Options, flags, packed: bool) -> Explanation | None:
+    """Of a call that torch's own attention serves; None: the table of kernels does."""
+    reason = ""
+    try:
+        if not _torch_serves(q, call, change, options, flags, packed):
+            return None
+    except _C.UnsupportedError as error:
+        reason = str(error)
+    kernel = None if reason else "torch.nn.functional.scaled_dot_product_attention"
+    both = PassExplanation(kernel, 0, 0, 0, 0, "", (), reason, ())
+    return Explanation(both, both)
 
 
 def explain(
@@ -111,6 +131,11 @@ def explain(
         q, k, v, lengths, longest, (causal, window, scale), options, return_lse
     )
     change = (softcap, alibi, bias, sinks, dropout, mask)
+    flags = return_lse, return_max_logit, deterministic
+    if options.backend == "torch" and (
+        answer := explain_torch(q, call, change, options, flags, lengths[0] is not None)
+    ):
+        return answer
     if not options.fp8:
         extras = extras_of(return_max_logit, options)
         variant = _variant_of(engine, q, change)
@@ -176,6 +201,11 @@ def compile(  # noqa: A001 (read as pantile.compile)
         q, k, v, lengths, longest, (causal, window, scale), options, return_lse
     )
     change = (softcap, alibi, bias, sinks, dropout, mask)
+    flags = return_lse, return_max_logit, deterministic
+    if options.backend == "torch" and _torch_serves(
+        q, call, change, options, flags, lengths[0] is not None
+    ):
+        return  # torch compiles nothing beforehand
     if options.fp8:
         refuse_in_fp8(change)
         return

@@ -13,7 +13,7 @@ from pantile._attention import (
 )
 from pantile._explain_calls import require_no_lengths
 from pantile._foreign import refuse
-from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
+from pantile._options import DEFAULT_OPTIONS, Options, quantize_backend, resolve_options
 from pantile._quantized import Quantized
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def quantize(
         k,
         v,
         packing,
-        options.backend,
+        quantize_backend(options.backend, options.backend_preferred, q.device.type),
         tuple(_descale(name, value, q, engine) for name, value in descales.items()),
         (block_q, block, _flag("hadamard", hadamard), _flag("smooth_k", smooth_k)),
     )

@@ -12,6 +12,7 @@ from torch.utils import flop_counter
 
 from pantile import _C, _direct, _fake, _ops
 from pantile._fast_path import present, takes_short_cut
+from pantile._options import quantize_backend
 from pantile._quantized import Quantized
 from pantile._schema import (
     FP8_FORWARD,
@@ -475,7 +476,8 @@ def quantized_attention(q, k, v, call, format_, exp, deterministic, checked, ret
     if isinstance(q, Tensor) and q.dtype is _CODES:
         raise TypeError("q has dtype float8_e4m3fn; pantile.quantize takes it, with descales")
     packing = tuple(call)[: len(PACKING)]
-    operands = quantize(q, k, v, packing, call.backend, (None, None, None), format_)
+    backend = quantize_backend(call.backend, call.backend_preferred, q.device.type)
+    operands = quantize(q, k, v, packing, backend, (None, None, None), format_)
     o, lse = attention(operands, call, exp, deterministic, checked, True)
     if not torch.is_autocast_enabled(q.device.type):
         o = o.to(q.dtype)

@@ -10,21 +10,34 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pantile._arguments import choice, dtype_name, flag, shown
+from pantile._C import UnsupportedError
 from pantile._schema import OPTIONS
 from pantile.experimental import DEFAULT_UNIT, SOFTMAX_UNITS, SoftmaxOptions
 
 if TYPE_CHECKING:
     import torch
 
-BACKENDS = ("auto", "hopper", "ampere", "cpu", "reference")
+BACKENDS = ("auto", "hopper", "ampere", "cpu", "reference", "torch")
 FP8_EXPS = ("code", "mixed", "exp2")
 FLOAT32_PRECISIONS = ("auto", "highest", "tf32")
 _LOG_LEVELS = ("debug", "info", "warning")
 
+
+class _PreferredBackend(str):
+    """A backend that the environment chose: it gives way where it does not serve a call."""
+
+    __slots__ = ()
+
+
+def _backend_of_environment() -> str:
+    name = "PANTILE_BACKEND"
+    backend = choice(f"environment variable {name}", os.environ.get(name, "auto"), BACKENDS)
+    # A plain string for auto: torch.compile traces no other default.
+    return backend if backend == "auto" else _PreferredBackend(backend)
+
+
 # Read once, when pantile is imported.
-_DEFAULT_BACKEND: Any = choice(
-    "environment variable PANTILE_BACKEND", os.environ.get("PANTILE_BACKEND", "auto"), BACKENDS
-)
+_DEFAULT_BACKEND: Any = _backend_of_environment()
 
 
 _SOFTMAX_NAMES = {field.name for field in dataclasses.fields(SoftmaxOptions)}
@@ -37,7 +50,10 @@ class Options:
 
     backend: ``"auto"`` takes the first kernel of the table that accepts; a family name
         (``"hopper"``, ``"ampere"``, ``"cpu"``) restricts the search to it; ``"reference"`` is the
-        textbook algorithm in double precision on the CPU. Default: ``PANTILE_BACKEND``, or auto.
+        textbook algorithm in double precision on the CPU; ``"torch"`` is
+        ``torch.nn.functional.scaled_dot_product_attention``, for what it serves, as a way back.
+        Default: ``PANTILE_BACKEND``, or auto. What the environment chose holds for the calls that
+        this backend serves; others are as with auto. What the code chose is never replaced.
     float32_precision: how GPU kernels multiply float32 matrices. ``"tf32"`` rounds operands to 11
         bits of mantissa, ``"highest"`` has the error of float32. ``"auto"`` asks
         ``torch.get_float32_matmul_precision()`` when the kernel runs, the backward's too:
@@ -66,7 +82,7 @@ class Options:
         allowed.
     """
 
-    backend: Literal["auto", "hopper", "ampere", "cpu", "reference"] = _DEFAULT_BACKEND
+    backend: Literal["auto", "hopper", "ampere", "cpu", "reference", "torch"] = _DEFAULT_BACKEND
     float32_precision: Literal["auto", "highest", "tf32"] = "auto"
     checked: bool = False
     fp8: bool = False
@@ -97,6 +113,11 @@ class Options:
         def call_fields(self) -> Any: ...
 
     @property
+    def backend_preferred(self) -> bool:
+        """Whether only the environment asks for the backend."""
+        return isinstance(self.backend, _PreferredBackend)
+
+    @property
     def output_f32(self) -> bool:
         return dtype_name(self.output_dtype) == "float32"
 
@@ -106,7 +127,9 @@ class Options:
             choice("softmax", softmax, SOFTMAX_UNITS)
             softmax = SoftmaxOptions(softmax)
         values = {
-            "backend": self.backend,
+            # The torch backend has no row in the table of kernels: what comes there prefers it.
+            "backend": "auto" if self.backend == "torch" else str(self.backend),
+            "backend_preferred": self.backend_preferred,
             "float32_precision": self.float32_precision,
             **softmax._fields_of_call(),
             "exact_lse": exact_lse,
@@ -131,6 +154,18 @@ def _refusing_moved_names(init):
 
 
 Options.__init__ = _refusing_moved_names(Options.__init__)  # type: ignore[method-assign]
+
+
+def quantize_backend(backend: str, preferred: bool, device: str) -> str:
+    """The backend for the quantiser of tensors on ``device``: one that only the environment
+    prefers gives way where it has none."""
+    if not preferred:
+        if backend == "torch":
+            raise UnsupportedError("options.backend is torch: torch has no quantiser")
+        return backend
+    there = ("hopper",) if device == "cuda" else ("cpu", "reference")
+    return str(backend) if backend in there else "auto"
+
 
 DEFAULT_OPTIONS = Options()
 # What Options(fp8=True) makes of its inputs: rows to a scale in Q, keys to a scale, Hadamard

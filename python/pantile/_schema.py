@@ -32,9 +32,10 @@ CALL_FIELDS = (
     Field("window_right", "SymInt", -1),
     # pantile.Options
     Field("backend", "str", "auto"),
+    Field("backend_preferred", "bool", False),  # the environment chose it: it may give way
     Field("float32_precision", "str", "auto"),
     Field("softmax", "str", "auto"),
-    Field("softmax_preferred", "bool", False),  # the environment chose it: it may give way
+    Field("softmax_preferred", "bool", False),  # the same
     Field("softmax_mode", "str", "exact"),
     Field("tensor_share", "float?", None),
     Field("tensor_split", "str", "keys"),

@@ -297,7 +297,7 @@ CASES = {
     "backend_unknown": (
         lambda: pantile.Options(backend="tpu"),
         ValueError,
-        "backend is 'tpu'; it must be one of auto, hopper, ampere, cpu, reference",
+        "backend is 'tpu'; it must be one of auto, hopper, ampere, cpu, reference, torch",
     ),
     "float32_precision_unknown": (
         lambda: pantile.Options(float32_precision="high"),

@@ -258,7 +258,7 @@ def test_environment_sets_the_backend():
 @pytest.mark.parametrize(
     ("name", "allowed"),
     [
-        ("PANTILE_BACKEND", "auto, hopper, ampere, cpu, reference"),
+        ("PANTILE_BACKEND", "auto, hopper, ampere, cpu, reference, torch"),
         ("PANTILE_LOG", "debug, info, warning"),
     ],
 )
