@@ -33,7 +33,7 @@ namespace {
 
 void take_output(nb::handle o, Request* request) {
   ForwardProblem& problem = request->problem;
-  const TensorView output = read_tensor(o, "o");
+  const TensorView output = read_tensor(o, "out");
   problem.output_f32 = output.code == dlpack::kFloat && output.bits == 32;
   if (problem.output_f32) {
     require_same_device(output, request->q);
@@ -41,7 +41,12 @@ void take_output(nb::handle o, Request* request) {
   } else {
     require_query_rows(output, *request, problem.head_dim_v);
   }
-  require_contiguous(output);
+  require_writable_rows(output);
+  for (const TensorView* input : {&request->q, &request->k, &request->v}) {
+    if (output.data == input->data && !output.empty() && !input->empty()) {
+      raise_value_error("out begins where %s does; it must share no element with it", input->name);
+    }
+  }
   problem.o = layout_of(output);
   request->tensors.o = output.data;
 }
@@ -140,7 +145,7 @@ void take_gradients(nb::handle grad_q, nb::handle grad_k, nb::handle grad_v, con
   require_key_rows(view_k, request, request.problem.head_dim);
   require_key_rows(view_v, request, request.problem.head_dim_v);
   for (const TensorView* view : {&view_q, &view_k, &view_v}) {
-    require_contiguous(*view);
+    require_writable_rows(*view);
   }
   problem->grad_q = layout_of(view_q);
   problem->grad_k = layout_of(view_k);

@@ -309,6 +309,22 @@ inline void require_max_logit(const TensorView& view, const Request& request) {
   require_shape(view, {request.problem.batch, request.problem.heads_q});
 }
 
+// A tensor that kernels write in its own strides: they cannot write a copy of it. That its elements
+// do not overlap is a rule of the problem.
+inline void require_writable_rows(const TensorView& view) {
+  bool expressible =
+      view.stride[view.rank - 1] == 1 && view.base_align_bytes() * 8 >= static_cast<int>(view.bits);
+  for (int axis = 0; axis < view.rank; ++axis) {
+    expressible = expressible && view.stride[axis] >= 0;
+  }
+  if (!expressible) {
+    raise_value_error(
+        "%s has strides %s; it is written, and needs stride 1 along its last axis, no negative "
+        "stride and an address that is a multiple of its element size",
+        view.name, shape_text(view.stride, view.rank).c_str());
+  }
+}
+
 inline void require_contiguous(const TensorView& view) {
   if (!view.contiguous()) {
     raise_value_error("%s has strides %s; it is written and must be contiguous", view.name,

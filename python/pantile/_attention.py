@@ -38,7 +38,7 @@ def load_torch() -> None:
     """Registers the torch operators, if the program has imported torch."""
     global _torch_ops, _tensor_type, _is_compiling
     if _torch_ops is None and sys.modules.get("torch") is not None:  # None: its import is barred
-        from pantile import _fp8_ops, _kept, _ops, _variant_ops  # noqa: F401 (operators)
+        from pantile import _fp8_ops, _kept, _ops, _out, _variant_ops  # noqa: F401 (operators)
 
         _torch_ops, _tensor_type, _is_compiling = _ops, _ops.Tensor, _ops.is_compiling
 
@@ -70,9 +70,11 @@ def _longest(name: str, value: object) -> int:
     return length(name, value, in_range=not _is_compiling())  # a graph is checked when it runs
 
 
-def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit, change):
+def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit, change, out):
     """By the operator that serves the call. ``change``: the values of VARIANT_NAMES."""
     flags = deterministic, options.checked, return_lse
+    if out is not None:
+        return _run_into(out, q, k, v, call, options, flags, return_max_logit, change)
     if type(q) is Quantized:
         if k is not None or v is not None:
             raise TypeError("k and v are set; they must be left out when q is pantile.Quantized")
@@ -90,6 +92,20 @@ def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_
     refuse_in_fp8(change)
     _require_torch(engine)
     return _fp8_ops().quantized_attention(q, k, v, call, FP8_FORMAT, options.fp8_exp, *flags)
+
+
+def _run_into(out, q, k, v, call, options: Options, flags: tuple, return_max_logit, change):
+    """The same, where o goes to ``out``."""
+    if type(q) is Quantized or options.fp8:
+        raise ValueError("out is given; FP8 attention does not write into a tensor of the caller")
+    engine = _engine(q)
+    extras = extras_of(return_max_logit, options)
+    variant = resolve_variant(*change) or (None, None)
+    if engine is _torch_ops:
+        from pantile import _out
+
+        return _out.attention(q, k, v, out, call, *variant, *flags[1:], extras)
+    return engine.attention_into(q, k, v, out, call, *variant, *flags, extras)
 
 
 def _fp8_ops() -> Any:
@@ -132,7 +148,7 @@ _PLAIN_CALLS = {
 
 _BY_NAME = (
     *("causal", "window", "scale", *VARIANT_NAMES),
-    *("return_lse", "return_max_logit", "deterministic", "options"),
+    *("return_lse", "return_max_logit", "deterministic", "options", "out"),
 )
 _PACKED_BY_NAME = ("seqused_q", "seqused_k", *_BY_NAME)
 
@@ -288,6 +304,7 @@ def attention(
     return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
+    out: Any = None,
     **foreign: Any,
 ) -> Any:
     """Exact attention, ``softmax(Q K^T * scale + mask) V``, without storing the score matrix.
@@ -323,12 +340,17 @@ def attention(
         deterministic: bit-equal gradients for equal inputs; also on when
             ``torch.use_deterministic_algorithms`` is.
         options: see :class:`pantile.Options`.
+        out: a tensor that o is written to, and that is returned as o: of the shape of o, the dtype
+            of q or float32, any strides that do not overlap and are 1 along the last axis. Nothing
+            between its rows is touched. It must share no element with q, k and v. The call has no
+            gradient.
 
     Returns:
         o: ``[batch, seqlen_q, heads_q, head_dim_v]``, contiguous, dtype of q unless
-        ``options.output_dtype`` says otherwise. With ``return_lse`` the pair (o, lse), lse float32,
-        natural logarithm, ``[batch, heads_q, seqlen_q]``. Both are differentiable once. A row that
-        sees no key has o = 0, lse = -inf and zero gradients. With ``return_max_logit`` the last
+        ``options.output_dtype`` says otherwise; or ``out``. With ``return_lse`` the pair (o, lse),
+        lse float32, natural logarithm, ``[batch, heads_q, seqlen_q]``. Both are differentiable
+        once. A row that sees no key has o = 0, lse = -inf and zero gradients. With
+        ``return_max_logit`` the last
         element is max_logit, float32 ``[batch, heads_q]``, not differentiable: -inf where no row
         sees a key, NaN where some row's lse is.
 
@@ -341,6 +363,7 @@ def attention(
         refuse("attention", extra, foreign, _BY_NAME)
     if (
         options is window is scale is softcap is alibi is bias is sinks is dropout is mask is None
+        and out is None
         and return_lse is return_max_logit is deterministic is False
         and type(q) is _tensor_type
         and type(causal) is bool
@@ -351,7 +374,7 @@ def attention(
     check_flags(return_lse, return_max_logit, deterministic)
     call = _make_call(_DENSE, causal, window, scale, options, return_lse)
     change = softcap, alibi, bias, sinks, dropout, mask
-    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)
+    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change, out)
 
 
 def packing_of(q, k, lengths: tuple, longest: tuple) -> tuple:
@@ -554,6 +577,7 @@ def varlen_attention(
     return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
+    out: Any = None,
     **foreign: Any,
 ) -> Any:
     """:func:`attention` over sequences of different lengths, packed one after the other.
@@ -569,7 +593,7 @@ def varlen_attention(
             computed on a GPU. Neither has a default.
         seqused_q, seqused_k: int32 ``[batch]``: only the first ``seqused[b]`` rows of sequence b
             exist. The others give o = 0 and lse = -inf, and take no part in anything.
-        causal, window, scale, return_lse, return_max_logit, deterministic, options: as in
+        causal, window, scale, return_lse, return_max_logit, deterministic, options, out: as in
             :func:`attention`; the mask is aligned to the bottom right of each sequence.
         softcap, alibi, bias, sinks, dropout, mask: as in :func:`attention`; rows and keys count
             from the start of their sequence, so that bias and mask broadcast to ``[batch, heads_q,
@@ -596,4 +620,4 @@ def varlen_attention(
         packing = _DENSE  # not read
     call = _make_call(packing, causal, window, scale, options, return_lse)
     change = softcap, alibi, bias, sinks, dropout, mask
-    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)
+    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change, out)

@@ -89,7 +89,6 @@ _ANSWERS = {
     "return_softmax_lse": "use return_lse",
     "return_aux": "use return_lse or return_max_logit",
     "need_weights": "use return_lse; probabilities are never stored",
-    "out": _NOT_SUPPORTED,
     # how it is computed
     "num_splits": _NOT_SUPPORTED,
     "sm_margin": _NOT_SUPPORTED,

@@ -106,12 +106,16 @@ def _new_fake(q, v, keep_low, dtype):
     return o, q.new_empty(lse_shape(q.shape), dtype=torch.float32), o_low
 
 
+def new_max_logit(a) -> Tensor:
+    """``a``: the arguments of an operator that may want it."""
+    rows = batch_of(a.q, a.call) if a.max_logit else 0
+    return a.q.new_empty((rows, a.q.shape[-2]), dtype=torch.float32)
+
+
 def new_fake_extra(a):
     """With max_logit; ``a``: the arguments of an operator that may want it, or a float32 o."""
-    rows = batch_of(a.q, a.call) if a.max_logit else 0
-    max_logit = a.q.new_empty((rows, a.q.shape[-2]), dtype=torch.float32)
     dtype = torch.float32 if a.output_f32 else a.q.dtype
-    return *_new_fake(a.q, a.v, a.keep_low, dtype), max_logit
+    return *_new_fake(a.q, a.v, a.keep_low, dtype), new_max_logit(a)
 
 
 @torch.library.register_fake("pantile::forward", lib=_library)

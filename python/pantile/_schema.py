@@ -134,6 +134,13 @@ FORWARD_VARIANT = Signature(
     "bool output_f32",
     "Tensor o, Tensor lse, Tensor o_low, Tensor max_logit",
 )
+# With or without a variant, into a tensor of the caller.
+FORWARD_OUT = Signature(
+    "forward_out",
+    f"Tensor q, Tensor k, Tensor v, Tensor(a!) out, {VARIANT_TENSORS}",
+    f"{VARIANT_NUMBERS}, bool checked, bool max_logit",
+    "Tensor lse, Tensor max_logit",
+)
 # Gradients that are not wanted are [0].
 BACKWARD_VARIANT = Signature(
     "backward_variant",
