@@ -23,7 +23,7 @@ from pantile._variants import NAMES as VARIANT_NAMES
 from pantile._variants import Dropout, refuse_in_fp8, resolve_variant
 
 if TYPE_CHECKING:
-    from pantile._types import Array, Lengths, Mask, Tensor, Window
+    from pantile._types import Array, Mask, Tensor, Window
 
 # pantile._ops once torch has been seen; importing pantile does not import torch.
 _torch_ops = None
@@ -70,7 +70,7 @@ def _longest(name: str, value: object) -> int:
     return length(name, value, in_range=not _is_compiling())  # a graph is checked when it runs
 
 
-def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit, change, out):
+def run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit, change, out):
     """By the operator that serves the call. ``change``: the values of VARIANT_NAMES."""
     flags = deterministic, options.checked, return_lse
     if out is not None:
@@ -90,8 +90,15 @@ def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_
         return _variant_engine(engine).variant_attention(q, k, v, call, *variant, *flags, extras)
     refuse_extras(return_max_logit, options)
     refuse_in_fp8(change)
+    refuse_places_in_fp8(call)
     _require_torch(engine)
     return _fp8_ops().quantized_attention(q, k, v, call, FP8_FORMAT, options.fp8_exp, *flags)
+
+
+def refuse_places_in_fp8(call) -> None:
+    for name in LENGTHS[4:]:
+        if getattr(call, name) is not None:
+            raise ValueError(f"{name} is given; FP8 attention does not serve it")
 
 
 def _run_into(out, q, k, v, call, options: Options, flags: tuple, return_max_logit, change):
@@ -119,10 +126,10 @@ def _require_torch(engine: Any) -> None:
         raise TypeError("q is a numpy.ndarray; FP8 needs a torch.Tensor")
 
 
-_DENSE = (None, None, None, None, 0, 0)  # the packing of a call without one
+DENSE = ((None,) * len(LENGTHS)) + (0, 0)  # the packing of a call without one
 
 
-def _make_call(packing: tuple, causal, window, scale, options: Options, return_lse: bool):
+def make_call(packing: tuple, causal, window, scale, options: Options, return_lse: bool):
     """The call of the bindings. Of a program that is being traced, or whose numbers are symbols:
     one in Python, which the operators take."""
     if _torch_ops is None:
@@ -133,7 +140,7 @@ def _make_call(packing: tuple, causal, window, scale, options: Options, return_l
     if _is_compiling() or not (
         type(left) is type(right) is int
         and (scale is None or type(scale) is float)
-        and (packing is _DENSE or type(packing[4]) is type(packing[5]) is int)
+        and (packing is DENSE or type(packing[-2]) is type(packing[-1]) is int)
     ):
         return Call(*packing, scale, left, right, *options)
     return _C.Call(*packing, scale, left, right, *options)
@@ -141,7 +148,7 @@ def _make_call(packing: tuple, causal, window, scale, options: Options, return_l
 
 # Of calls that say no more than `causal`, which go a shorter way.
 _PLAIN_CALLS = {
-    causal: _C.Call(*_DENSE, None, *window_bounds(causal, None), *DEFAULT_OPTIONS.call_fields[0])
+    causal: _C.Call(*DENSE, None, *window_bounds(causal, None), *DEFAULT_OPTIONS.call_fields[0])
     for causal in (False, True)
 }
 
@@ -150,7 +157,7 @@ _BY_NAME = (
     *("causal", "window", "scale", *VARIANT_NAMES),
     *("return_lse", "return_max_logit", "deterministic", "options", "out"),
 )
-_PACKED_BY_NAME = ("seqused_q", "seqused_k", *_BY_NAME)
+PACKED_BY_NAME = (*LENGTHS[2:], *_BY_NAME)
 
 
 @overload
@@ -372,252 +379,20 @@ def attention(
         return _torch_ops.plain_attention(q, k, v, _PLAIN_CALLS[causal])
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     check_flags(return_lse, return_max_logit, deterministic)
-    call = _make_call(_DENSE, causal, window, scale, options, return_lse)
+    call = make_call(DENSE, causal, window, scale, options, return_lse)
     change = softcap, alibi, bias, sinks, dropout, mask
-    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change, out)
+    return run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change, out)
 
 
 def packing_of(q, k, lengths: tuple, longest: tuple) -> tuple:
-    """The fields pantile._schema.PACKING, from cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k and
-    the two max_seqlen."""
-    for name, value in zip(LENGTHS[:2], lengths, strict=False):
+    """The fields pantile._schema.PACKING, from those of LENGTHS and the two max_seqlen."""
+    placed = lengths[4] is not None or lengths[6] is not None  # by k_begin or block_table
+    for name, value in zip(LENGTHS[: 1 if placed else 2], lengths, strict=False):
         if value is None:
             raise TypeError(f"{name} is None; it must be an int32 tensor of batch + 1 offsets")
     longest = (_longest("max_seqlen_q", longest[0]), _longest("max_seqlen_k", longest[1]))
     if getattr(q, "is_meta", False):
         check_rows("q", q, lengths[0], longest[0])
-        check_rows("k", k, lengths[1], longest[1])
+        if lengths[1] is not None:
+            check_rows("k", k, lengths[1], longest[1])
     return (*lengths, *longest)
-
-
-@overload
-def varlen_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Lengths,
-    cu_seqlens_k: Lengths,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    seqused_q: Lengths | None = ...,
-    seqused_k: Lengths | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
-    return_lse: Literal[False] = ...,
-    return_max_logit: Literal[False] = ...,
-    deterministic: bool = ...,
-    options: Options | None = ...,
-) -> Array: ...
-@overload
-def varlen_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Lengths,
-    cu_seqlens_k: Lengths,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    seqused_q: Lengths | None = ...,
-    seqused_k: Lengths | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
-    return_lse: Literal[True],
-    return_max_logit: Literal[False] = ...,
-    deterministic: bool = ...,
-    options: Options | None = ...,
-) -> tuple[Array, Array]: ...
-@overload
-def varlen_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Lengths,
-    cu_seqlens_k: Lengths,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    seqused_q: Lengths | None = ...,
-    seqused_k: Lengths | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
-    return_lse: Literal[False] = ...,
-    return_max_logit: Literal[True],
-    deterministic: bool = ...,
-    options: Options | None = ...,
-) -> tuple[Array, Array]: ...
-@overload
-def varlen_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Lengths,
-    cu_seqlens_k: Lengths,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    seqused_q: Lengths | None = ...,
-    seqused_k: Lengths | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
-    return_lse: Literal[True],
-    return_max_logit: Literal[True],
-    deterministic: bool = ...,
-    options: Options | None = ...,
-) -> tuple[Array, Array, Array]: ...
-@overload
-def varlen_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Lengths,
-    cu_seqlens_k: Lengths,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    seqused_q: Lengths | None = ...,
-    seqused_k: Lengths | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi: Array | None = ...,
-    bias: Array | None = ...,
-    sinks: Array | None = ...,
-    dropout: float | Dropout | None = ...,
-    mask: Mask | None = ...,
-    return_lse: bool = ...,
-    return_max_logit: bool = ...,
-    deterministic: bool = ...,
-    options: Options | None = ...,
-) -> Array | tuple[Array, ...]: ...
-@overload
-def varlen_attention(
-    q: Quantized,
-    *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    deterministic: bool = ...,
-    options: Options | None = ...,
-) -> Tensor: ...
-@overload
-def varlen_attention(
-    q: Quantized,
-    *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[True],
-    deterministic: bool = ...,
-    options: Options | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def varlen_attention(
-    q: Quantized,
-    *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    return_lse: bool,
-    deterministic: bool = ...,
-    options: Options | None = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-def varlen_attention(
-    q: Any,
-    k: Any = None,
-    v: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    *extra: Any,
-    seqused_q: Any = None,
-    seqused_k: Any = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi: Any = None,
-    bias: Any = None,
-    sinks: Any = None,
-    dropout: float | Dropout | None = None,
-    mask: Any = None,
-    return_lse: bool = False,
-    return_max_logit: bool = False,
-    deterministic: bool = False,
-    options: Options | None = None,
-    out: Any = None,
-    **foreign: Any,
-) -> Any:
-    """:func:`attention` over sequences of different lengths, packed one after the other.
-
-    Args:
-        q: ``[total_q, heads_q, head_dim]``; or FP8 operands, alone, which know their sequences.
-        k, v: ``[total_k, heads_k, head_dim]`` and ``[total_k, heads_k, head_dim_v]``.
-        cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]`` on the device of q: sequence b holds rows
-            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. They start at 0, never decrease and end at
-            the total. Their contents are checked on the CPU, and on a GPU when
-            ``options.checked`` asks for it.
-        max_seqlen_q, max_seqlen_k: no sequence is longer than these: what lies beyond them is not
-            computed on a GPU. Neither has a default.
-        seqused_q, seqused_k: int32 ``[batch]``: only the first ``seqused[b]`` rows of sequence b
-            exist. The others give o = 0 and lse = -inf, and take no part in anything.
-        causal, window, scale, return_lse, return_max_logit, deterministic, options, out: as in
-            :func:`attention`; the mask is aligned to the bottom right of each sequence.
-        softcap, alibi, bias, sinks, dropout, mask: as in :func:`attention`; rows and keys count
-            from the start of their sequence, so that bias and mask broadcast to ``[batch, heads_q,
-            max_seqlen_q, max_seqlen_k]``.
-
-    Returns:
-        o: ``[total_q, heads_q, head_dim_v]``; with ``return_lse`` also lse ``[heads_q, total_q]``,
-        with ``return_max_logit`` also max_logit ``[batch, heads_q]``, of each sequence.
-
-    Raises:
-        As :func:`attention`.
-    """
-    if extra or foreign:
-        refuse("varlen_attention", extra, foreign, _PACKED_BY_NAME)
-    options = DEFAULT_OPTIONS if options is None else resolve_options(options)
-    check_flags(return_lse, return_max_logit, deterministic)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    longest = (max_seqlen_q, max_seqlen_k)
-    if type(q) is not Quantized:
-        packing = packing_of(q, k, lengths, longest)
-    elif any(x is not None for x in (*lengths, *longest)):
-        raise TypeError("q is pantile.Quantized, which knows its sequences; leave theirs out")
-    else:
-        packing = _DENSE  # not read
-    call = _make_call(packing, causal, window, scale, options, return_lse)
-    change = softcap, alibi, bias, sinks, dropout, mask
-    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change, out)

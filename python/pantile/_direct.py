@@ -74,10 +74,12 @@ def _new_outputs(q: Tensor, v: Tensor, wants_lse: bool, output_f32: bool):
     return o, _new_lse(q) if wants_lse else None
 
 
-def check_contents(call: _C.Call, total_q: int, total_k: int) -> None:
-    """Of cu_seqlens and seqused; waits for the GPU if they are there."""
+def check_contents(call: _C.Call, q: Tensor, k: Tensor) -> None:
+    """Of cu_seqlens, seqused and where keys lie; waits for the GPU if they are there."""
     host = [None if x is None else x.cpu() for x in lengths_of(call)]
-    _C.check_sequences(call._replace(**dict(zip(LENGTHS, host, strict=True))), total_q, total_k)
+    call = call._replace(**dict(zip(LENGTHS, host, strict=True)))
+    page_size = 0 if call.block_table is None else k.shape[1]
+    _C.check_sequences(call, q.shape[0], k.shape[0], page_size)
 
 
 def final_call(q: Tensor, call):
@@ -145,10 +147,10 @@ def run_forward(
         _C.set_cpu_threads(torch.get_num_threads())
     packed = call.packed
     rank = 3 if packed else 4
-    if q.ndim != rank or v.ndim != rank:
+    if q.ndim != rank or v.ndim != (rank if call.block_table is None else 4):
         _reject(q, k, v, call)
     if checked and packed:
-        check_contents(call, q.shape[0], k.shape[0])
+        check_contents(call, q, k)
     max_logit = o_low = None
     keep_low = keeps_low(q, keep_low)
     if extras is None and out is None:

@@ -162,7 +162,8 @@ def attention(
     """Same arguments as pantile._ops.attention; host arrays are always checked."""
     operands = prepare(q, k, v, lengths_of(call))
     packed = call.packed
-    if q.ndim != (3 if packed else 4) or v.ndim != q.ndim:
+    rank = 3 if packed else 4
+    if q.ndim != rank or v.ndim != (rank if call.block_table is None else 4):
         _C.explain(*operands, call, deterministic)  # raises: names the argument and its rank
     *rows, _ = q.shape
     wants_max_logit, output_f32 = extras or (False, False)

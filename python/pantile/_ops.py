@@ -424,15 +424,19 @@ def visible_pairs_of_call(batch, rows, keys, call) -> int:
     their lengths; where these have no contents that can be read (fake, meta and wrapped tensors),
     as if all were the longest.
     """
-    cu_seqlens = call.cu_seqlens_q, call.cu_seqlens_k
+    placed = call.cu_seqlens_q is not None and call.cu_seqlens_k is None  # ranges or pages
+    keys_of = call.seqused_k if placed else call.cu_seqlens_k
     window = call.window_left, call.window_right
     if call.cu_seqlens_q is None:
         return batch * visible_pairs(rows, keys, *window)
-    if not all(is_plain(x) for x in cu_seqlens):
-        sequences = call.cu_seqlens_q.shape[0] - 1
+    sequences = call.cu_seqlens_q.shape[0] - 1
+    if not all(is_plain(x) for x in present((call.cu_seqlens_q, keys_of, call.mask_shift))):
         return sequences * visible_pairs(call.max_seqlen_q, call.max_seqlen_k, *window)
-    lengths = zip(*(x.diff().tolist() for x in cu_seqlens), strict=True)
-    return sum(visible_pairs(sq, sk, *window) for sq, sk in lengths)
+    lengths_q = call.cu_seqlens_q.diff().tolist()
+    lengths_k = (keys_of if placed else keys_of.diff()).tolist()
+    shifts = [None] * sequences if call.mask_shift is None else call.mask_shift.tolist()
+    lengths = zip(lengths_q, lengths_k, shifts, strict=True)
+    return sum(visible_pairs(sq, sk, *window, shift) for sq, sk, shift in lengths)
 
 
 def _pairs(a) -> int:
