@@ -1,8 +1,9 @@
 // Which keys a query row sees, and which tiles a tile of rows (or of keys) must visit.
 //
-// One sequence has `rows` queries and `keys` keys. Masks are bottom-right aligned: query i sits at
-// key position i + (keys - rows), so the last query always faces the last key.
-//   query i sees key j   <=>   i + shift - left <= j <= i + shift + right,   shift = keys - rows
+// One sequence has `rows` queries and `keys` keys. Query i sits at key position i + shift:
+//   query i sees key j   <=>   i + shift - left <= j <= i + shift + right
+// Masks are bottom-right aligned, shift = keys - rows, so that the last query faces the last key,
+// unless the caller gives another shift.
 // Spans are half open. Lengths are below 2^29, so that no sum here leaves 32 bits.
 #pragma once
 
@@ -23,8 +24,15 @@ struct Span {
 struct Mask {
   int rows, keys;
   int left, right;  // 0..kNoBound
-  PANTILE_HD constexpr int shift() const { return keys - rows; }
+  int moved = 0;    // the shift less that of a mask that is aligned to the bottom right
+  PANTILE_HD constexpr int shift() const { return keys - rows + moved; }
 };
+
+// The same mask with the shift that the caller gives.
+PANTILE_HD constexpr Mask with_shift(Mask mask, int shift) {
+  mask.moved = clamp(shift, -kNoBound, kNoBound) - (mask.keys - mask.rows);
+  return mask;
+}
 
 // From the public convention, where a negative side is unbounded.
 PANTILE_HD constexpr Mask make_mask(int rows, int keys, long long window_left,

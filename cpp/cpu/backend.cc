@@ -122,6 +122,9 @@ struct BackwardWorkspace {
   double* slope_sums;  // null unless wanted, and so the next
   double* sink_sums;
   std::int64_t slope_count, sink_count;
+  float* shared_grad_k;  // null unless ranges of keys may overlap
+  float* shared_grad_v;
+  std::int64_t shared_k_count, shared_v_count;
   void* scratch;
   std::size_t scratch_bytes;  // of one worker
   int workers;
@@ -160,6 +163,12 @@ BackwardWorkspace backward_workspace(const BackwardPlan& plan, const BackwardJob
     parts.sink_count = tiles;
     parts.sink_sums = carver.take<double>(parts.sink_count);
   }
+  if (problem.has_k_begin) {
+    parts.shared_k_count = problem.total_k * problem.heads_k * job.dim;
+    parts.shared_v_count = problem.total_k * problem.heads_k * job.dim_v;
+    parts.shared_grad_k = carver.take<float>(parts.shared_k_count);
+    parts.shared_grad_v = carver.take<float>(parts.shared_v_count);
+  }
   parts.workers = workers_for(problem, plan.device, job.key_order.count());
   parts.scratch_bytes = aligned(backward_scratch(job, nullptr).bytes);
   parts.scratch = carver.take<char>(static_cast<std::int64_t>(parts.scratch_bytes) * parts.workers);
@@ -188,6 +197,10 @@ void place_shared(const ForwardProblem& problem, const BackwardWorkspace& parts,
   job->sink_sums = parts.sink_sums;
   std::fill_n(parts.slope_sums, parts.slope_count, 0.0);
   std::fill_n(parts.sink_sums, parts.sink_count, 0.0);
+  job->shared_grad_k = parts.shared_grad_k;
+  job->shared_grad_v = parts.shared_grad_v;
+  std::fill_n(parts.shared_grad_k, parts.shared_k_count, 0.0f);
+  std::fill_n(parts.shared_grad_v, parts.shared_v_count, 0.0f);
   job->sum_q = packed_operand(problem, job->q, parts.sum_q, padded(job->dim));
   job->packed_q = packed_operand(problem, job->q, parts.packed_q, padded(job->dim));
   job->packed_grad_o = packed_operand(problem, job->q, parts.packed_grad_o, padded(job->dim_v));
@@ -308,6 +321,31 @@ Status run_forward_fp8(const ForwardPlan& plan, const ForwardTensors& tensors, v
                    aligned(fp8_scratch(job, nullptr).bytes));
 }
 
+namespace {
+
+// Sequences that may share keys, one after the other, so that every sum has one order; then their
+// dK and dV from the sums.
+Status run_shared_keys(const BackwardPlan& plan, const BackwardJob& job,
+                       const BackwardWorkspace& parts, const KernelTable& kernels) {
+  BackwardJob one = job;
+  const int tiles = job.key_tiles;
+  one.key_order = core::TileOrder(tiles, job.heads.heads_k, 1, core::max_of(plan.device.threads, 1),
+                                  core::TileDirection::ascending);
+  Status status;
+  for (one.first_batch = 0; status.ok() && one.first_batch < job.batch; ++one.first_batch) {
+    status = run_items(one, kernels.backward, one.key_order.count(), parts.workers, parts.scratch,
+                       parts.scratch_bytes);
+  }
+  if (status.ok()) {
+    const auto blocks = static_cast<int>(core::ceil_div<std::int64_t>(job.total_k, kSharedRows));
+    status = run_items(job, kernels.write_shared_keys, job.heads.heads_k * blocks, parts.workers,
+                       nullptr, 0);
+  }
+  return status;
+}
+
+}  // namespace
+
 Status accept_backward(const KernelInfo&, const BackwardProblem& problem,
                        const DeviceProps& device) {
   return accept_problem(problem.forward, device);
@@ -337,8 +375,10 @@ Status run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, vo
   if (!status.ok()) {
     return status;
   }
-  status = run_items(job, kernels.backward, plan.blocks, parts.workers, parts.scratch,
-                     parts.scratch_bytes);
+  status = plan.problem.forward.has_k_begin
+               ? run_shared_keys(plan, job, parts, kernels)
+               : run_items(job, kernels.backward, plan.blocks, parts.workers, parts.scratch,
+                           parts.scratch_bytes);
   if (status.ok() && job.wants_grad_bias) {
     const int items = job.bias_batches * job.bias_heads * bias_row_tiles(job) * bias_key_tiles(job);
     status = run_items(job, kernels.bias_gradient, items, parts.workers, parts.scratch,

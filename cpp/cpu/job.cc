@@ -28,7 +28,9 @@ Operand query_operand(const void* data, const Layout& layout, const ForwardProbl
 
 Operand key_operand(const void* data, const Layout& layout, const ForwardProblem& problem,
                     const ForwardTensors& tensors) {
-  return operand(data, layout, problem.seqlen_k, tensors.cu_seqlens_k, tensors.seqused_k);
+  Operand keys = operand(data, layout, problem.seqlen_k, tensors.cu_seqlens_k, tensors.seqused_k);
+  keys.side.begins = tensors.k_begin;
+  return keys;
 }
 
 VariantJob variant_job(const ForwardProblem& problem, const VariantTensors& tensors) {
@@ -73,11 +75,19 @@ void fill_job(const ForwardProblem& problem, const ForwardTensors& tensors, Job*
   job->heads = core::Heads{static_cast<int>(problem.heads_q), static_cast<int>(problem.heads_k)};
   job->window_left = problem.window_left;
   job->window_right = problem.window_right;
+  job->mask_shift = tensors.mask_shift;
   job->scale = problem.scale;
   job->q = query_operand(tensors.q, problem.q, problem, tensors);
   job->k = key_operand(tensors.k, problem.k, problem, tensors);
   job->v = key_operand(tensors.v, problem.v, problem, tensors);
   job->o = query_operand(tensors.o, problem.o, problem, tensors);
+  if (problem.page_size > 0) {
+    // Where there is no table yet, the job serves to measure scratch memory.
+    static constexpr std::int32_t kNoTable = 0;
+    job->pages.table = tensors.block_table == nullptr ? &kNoTable : tensors.block_table;
+    job->pages.stride = problem.table_stride;
+    job->pages.page_size = static_cast<int>(problem.page_size);
+  }
   job->variant = variant_job(problem, tensors.variant);
 }
 
@@ -151,6 +161,7 @@ BackwardJob backward_job(const BackwardPlan& plan, const BackwardTensors& tensor
   job.grad_q = query_operand(tensors.grad_q, plan.problem.grad_q, problem, inputs);
   job.grad_k = key_operand(tensors.grad_k, plan.problem.grad_k, problem, inputs);
   job.grad_v = key_operand(tensors.grad_v, plan.problem.grad_v, problem, inputs);
+  job.total_k = problem.total_k;
   job.lse = row_values(inputs.lse, problem);
   job.grad_lse = row_values(tensors.grad_lse, problem);
   job.o_low = o_low_operand(tensors.o_low, problem, inputs);
@@ -207,6 +218,9 @@ void clear_outside(const ForwardJob& job, const ForwardProblem& problem) {
 void clear_outside(const BackwardJob& job, const ForwardProblem& problem) {
   clear_tensor_outside(job.dtype, job.grad_q, job.heads.heads_q, job.dim, problem.batch,
                        problem.total_q);
+  if (problem.has_k_begin) {
+    return;  // all rows of dK and dV are written
+  }
   clear_tensor_outside(job.dtype, job.grad_k, job.heads.heads_k, job.dim, problem.batch,
                        problem.total_k);
   clear_tensor_outside(job.dtype, job.grad_v, job.heads.heads_k, job.dim_v, problem.batch,

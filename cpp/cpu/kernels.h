@@ -24,10 +24,56 @@ inline constexpr int kBackwardRows = 96;
 inline constexpr int kBackwardKeys = 48;
 inline constexpr int kColumnPad = 16;  // rows of tiles in scratch memory are whole vectors
 
+// Sequences, or ranges of rows that begin anywhere in one packed tensor: the range of sequence b
+// begins at row begins[b] and has seqused[b] rows.
+struct Side : core::SequenceSide {
+  const std::int32_t* begins = nullptr;
+};
+
+PANTILE_HD constexpr core::Sequence locate(const Side& side, int batch) {
+  core::Sequence sequence = core::locate_sequence(side, batch);
+  if (side.begins != nullptr) {
+    sequence.row = side.begins[batch];
+    sequence.offset = sequence.row * side.seq_stride;
+  }
+  return sequence;
+}
+
+// Rows of a sequence: the first `length` take part, `room` are there to be written.
+struct Extent {
+  int length;
+  int room;
+};
+
+PANTILE_HD constexpr Extent extent_of(const Side& side, int batch) {
+  const int length = core::max_of(locate(side, batch).length, 0);
+  if (side.seqused == nullptr || side.begins != nullptr) {
+    return Extent{length, length};
+  }
+  Side whole = side;
+  whole.seqused = nullptr;
+  const int room = core::max_of(locate(whole, batch).length, 0);
+  return Extent{core::clamp(length, 0, room), room};
+}
+
+// Where the slots of paged keys lie; `table` is null when keys are not in pages. The batch stride
+// of their operands is the distance of pages.
+struct PageTable {
+  const std::int32_t* table = nullptr;
+  std::int64_t stride = 0;  // between rows of the table
+  int page_size = 1;
+
+  // Elements from the tensor's first one to key `key` of a sequence.
+  PANTILE_HD constexpr std::int64_t offset(const Side& side, int batch, int key) const {
+    return table[batch * stride + key / page_size] * side.batch_stride +
+           key % page_size * side.seq_stride;
+  }
+};
+
 // One of q, k, v, o and their gradients.
 struct Operand {
   void* data = nullptr;
-  core::SequenceSide side;
+  Side side;
   std::int64_t head_stride = 0;  // elements
 };
 
@@ -74,8 +120,10 @@ struct Job {
   core::Heads heads{1, 1};
   std::int64_t window_left = -1;
   std::int64_t window_right = -1;
+  const std::int32_t* mask_shift = nullptr;  // [batch], or null: aligned to the bottom right
   float scale = 0.0f;
   Operand q, k, v, o;
+  PageTable pages;  // of k and v
   VariantJob variant;
 };
 
@@ -102,6 +150,15 @@ struct BackwardJob : Job {
   core::TileOrder row_order;  // tiles of kBackwardRows rows
   core::TileOrder key_order;  // tiles of item_keys keys; ascending, see `turns`
   int item_keys = 0;          // a multiple of kBackwardKeys
+
+  // Ranges of keys may overlap: sequences are then worked on one after the other, `first_batch` is
+  // the one whose items run, and their dK and dV are summed here, [heads_k][total_k][dim] and
+  // [dim_v]. Null when no two sequences share keys.
+  int first_batch = 0;
+  std::int64_t total_k = 0;
+  float* shared_grad_k = nullptr;
+  float* shared_grad_v = nullptr;
+  double* shared_sums = nullptr;  // the reference's, of dK and then of dV
 
   // In the workspace, shared by all threads.
   RowValues delta;  // rowsum(dO * O) - dLSE
@@ -135,6 +192,15 @@ inline int bias_row_tiles(const BackwardJob& job) {
 inline int bias_key_tiles(const BackwardJob& job) {
   return core::ceil_div(job.bias_keys, kBackwardKeys);
 }
+
+// The mask of a sequence.
+PANTILE_HD constexpr core::Mask mask_of(const Job& job, int batch, int rows, int keys) {
+  const core::Mask mask = core::make_mask(rows, keys, job.window_left, job.window_right);
+  return job.mask_shift == nullptr ? mask : core::with_shift(mask, job.mask_shift[batch]);
+}
+
+// Rows of the summed dK and dV that one work item rounds.
+inline constexpr int kSharedRows = 256;
 
 // Raises an entry of max_logit to that of a row. A row whose sum is NaN makes it NaN for good.
 inline void raise_max_logit(float* entry, float row_max, float row_sum) {
@@ -191,6 +257,9 @@ struct ForwardScratch {
   float* row_factor;     // [kForwardRows]
   std::uint8_t* random;  // [kRandomBytes], with dropout
   std::uint8_t* shown;   // [kShownBytes], with a mask beside the window
+  // The same tiles of paged K and V, gathered: [kForwardKeys][dim] and [dim_v], as in the tensors.
+  void* paged_keys;
+  void* paged_values;
   std::size_t bytes;
 };
 
@@ -211,6 +280,9 @@ PANTILE_HD ForwardScratch forward_scratch(const ForwardJob& job, void* base) {
   scratch.random = carver.take<std::uint8_t>(job.variant.dropped > 0 ? kRandomBytes : 0);
   scratch.shown =
       carver.take<std::uint8_t>(job.variant.mask.form != MaskForm::none ? kShownBytes : 0);
+  const std::int64_t paged = job.pages.table == nullptr ? 0 : kForwardKeys * dtype_bytes(job.dtype);
+  scratch.paged_keys = carver.take<char>(paged * job.dim);
+  scratch.paged_values = carver.take<char>(paged * job.dim_v);
   scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
   return scratch;
 }
@@ -308,6 +380,8 @@ struct KernelTable {
   void (*backward)(const BackwardJob& job, int item, void* scratch);  // of key_order
   // Items: [bias_batches][bias_heads][bias_row_tiles()][bias_key_tiles()].
   void (*bias_gradient)(const BackwardJob& job, int item, void* scratch);
+  // Items: [heads_k][kSharedRows rows of total_k].
+  void (*write_shared_keys)(const BackwardJob& job, int item, void*);
   void (*forward_fp8)(const Fp8ForwardJob& job, int item, void* scratch);
 };
 

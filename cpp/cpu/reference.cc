@@ -14,9 +14,15 @@ struct Head {
   void* data;
   std::int64_t offset;  // elements to its first row
   std::int64_t stride;  // elements between rows
+  // Paged keys: `offset` is that of the head in a page, and `operand` says where pages are.
+  const PageTable* pages = nullptr;
+  const Operand* operand = nullptr;
+  int batch = 0;
 
   double at(int row, int column) const {
-    return read_element(dtype, data, offset + row * stride + column);
+    const std::int64_t before =
+        pages == nullptr ? row * stride : pages->offset(operand->side, batch, row);
+    return read_element(dtype, data, offset + before + column);
   }
   void set(int row, int column, double value) const {
     write_element(dtype, data, offset + row * stride + column, value);
@@ -32,19 +38,26 @@ struct Head {
 };
 
 Head head_of(DType dtype, const Operand& operand, int batch, int head) {
-  const core::Sequence sequence = core::locate_sequence(operand.side, batch);
+  const core::Sequence sequence = locate(operand.side, batch);
   return Head{dtype, operand.data, sequence.offset + head * operand.head_stride,
               operand.side.seq_stride};
 }
 
-// Rows that are there, used or not.
-int room_of(core::SequenceSide side, int batch) {
-  side.seqused = nullptr;
-  return core::max_of(core::locate_sequence(side, batch).length, 0);
+// Of K or V.
+Head key_head_of(const Job& job, const Operand& operand, int batch, int head) {
+  Head result = head_of(job.dtype, operand, batch, head);
+  if (job.pages.table != nullptr) {
+    result.offset = head * operand.head_stride;
+    result.pages = &job.pages;
+    result.operand = &operand;
+    result.batch = batch;
+  }
+  return result;
 }
 
-int length_of(const core::SequenceSide& side, int batch) {
-  return core::clamp(core::locate_sequence(side, batch).length, 0, room_of(side, batch));
+// Rows that are there, used or not.
+int room_of(const Side& side, int batch) {
+  return extent_of(side, batch).room;
 }
 
 float* values_of(const RowValues& values, const core::SequenceSide& side, int batch, int head) {
@@ -68,7 +81,7 @@ struct Query {
 
 // How far key `key` is from the query, on the diagonal that ends at the bottom right.
 double distance(const Query& at, int key) {
-  return std::abs(static_cast<double>(at.row) + at.mask.keys - at.mask.rows - key);
+  return std::abs(static_cast<double>(at.row) + at.mask.shift() - key);
 }
 
 // What a variant makes of a scaled score.
@@ -149,9 +162,9 @@ Softmax weigh_row(const Job& job, const Head& q, const Head& k, const Query& at,
   return softmax;
 }
 
-core::Mask mask_of(const Job& job, int batch) {
-  return core::make_mask(length_of(job.q.side, batch), length_of(job.k.side, batch),
-                         job.window_left, job.window_right);
+core::Mask sequence_mask(const Job& job, int batch) {
+  return mask_of(job, batch, extent_of(job.q.side, batch).length,
+                 extent_of(job.k.side, batch).length);
 }
 
 // What the gradients of one key/value head are summed in.
@@ -258,10 +271,10 @@ std::int64_t reference_backward_doubles(int max_keys, int dim, int dim_v) {
 
 void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Span rows,
                             double* scratch) {
-  const core::Mask mask = mask_of(job, batch);
+  const core::Mask mask = sequence_mask(job, batch);
   const Head q = head_of(job.dtype, job.q, batch, head);
-  const Head k = head_of(job.dtype, job.k, batch, job.heads.key_head(head));
-  const Head v = head_of(job.dtype, job.v, batch, job.heads.key_head(head));
+  const Head k = key_head_of(job, job.k, batch, job.heads.key_head(head));
+  const Head v = key_head_of(job, job.v, batch, job.heads.key_head(head));
   const Head o = head_of(job.output_dtype, job.o, batch, head);
   const Head o_low = head_of(job.output_dtype, job.o_low, batch, head);
   float* lse = job.lse.data == nullptr ? nullptr : values_of(job.lse, job.q.side, batch, head);
@@ -298,7 +311,7 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
 
 void reference_backward_head(const BackwardJob& job, int batch, int key_head, double* scratch,
                              const VariantSums& variant) {
-  const core::Mask mask = mask_of(job, batch);
+  const core::Mask mask = sequence_mask(job, batch);
   const std::int64_t keys = mask.keys;
   const GradientSums sums{scratch, scratch + keys, scratch + 2 * keys,
                           scratch + (2 + job.dim) * keys, variant};
@@ -317,6 +330,19 @@ void reference_backward_head(const BackwardJob& job, int batch, int key_head, do
       }
     }
   }
+  if (job.shared_sums != nullptr) {
+    const std::int64_t row = locate(job.k.side, batch).row;
+    double* k_sums = job.shared_sums + (key_head * job.total_k + row) * job.dim;
+    double* v_sums = job.shared_sums + job.heads.heads_k * job.total_k * job.dim +
+                     (key_head * job.total_k + row) * job.dim_v;
+    for (std::int64_t i = 0; i < keys * job.dim; ++i) {
+      k_sums[i] += sums.grad_keys[i];
+    }
+    for (std::int64_t i = 0; i < keys * job.dim_v; ++i) {
+      v_sums[i] += sums.grad_values[i];
+    }
+    return;
+  }
   const Head grad_k = head_of(job.dtype, job.grad_k, batch, key_head);
   const Head grad_v = head_of(job.dtype, job.grad_v, batch, key_head);
   for (int key = 0; key < room_of(job.k.side, batch); ++key) {
@@ -327,6 +353,22 @@ void reference_backward_head(const BackwardJob& job, int batch, int key_head, do
     for (int d = 0; d < job.dim_v; ++d) {
       grad_v.set(key, d, used ? sums.grad_values[key * std::int64_t{job.dim_v} + d] : 0.0);
     }
+  }
+}
+
+void reference_write_shared(const BackwardJob& job, int key_head) {
+  const double* sums = job.shared_sums;
+  for (const Operand* operand : {&job.grad_k, &job.grad_v}) {
+    const int dim = operand == &job.grad_k ? job.dim : job.dim_v;
+    const Head to{job.dtype, operand->data, key_head * operand->head_stride,
+                  operand->side.seq_stride};
+    const double* from = sums + key_head * job.total_k * dim;
+    for (int row = 0; row < job.total_k; ++row) {
+      for (int d = 0; d < dim; ++d) {
+        to.set(row, d, from[row * std::int64_t{dim} + d]);
+      }
+    }
+    sums += job.heads.heads_k * job.total_k * dim;
   }
 }
 

@@ -28,6 +28,9 @@ struct VariantSums {
 void reference_backward_head(const BackwardJob& job, int batch, int key_head, double* scratch,
                              const VariantSums& sums);
 
+// Where sequences may share keys: one head of dK and dV, from the sums over all of them.
+void reference_write_shared(const BackwardJob& job, int key_head);
+
 // The forward on FP8 operands, likewise.
 void reference_fp8_rows(const Fp8ForwardJob& job, int batch, int head, core::Span rows,
                         double* scratch);

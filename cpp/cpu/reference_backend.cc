@@ -63,9 +63,16 @@ VariantSumCount variant_sum_count(const BackwardProblem& problem) {
                          problem.wants_grad_bias ? bias_gradient_shape(forward).count() : 0};
 }
 
-// One where heads add to the same sums.
+// Elements of the sums of dK and dV where sequences may share keys, else 0.
+std::int64_t shared_sum_count(const ForwardProblem& problem) {
+  return problem.has_k_begin
+             ? problem.heads_k * problem.total_k * (problem.head_dim + problem.head_dim_v)
+             : 0;
+}
+
+// One where heads or sequences add to the same sums.
 int reference_workers(const BackwardPlan& plan) {
-  return variant_sum_count(plan.problem).all() > 0
+  return variant_sum_count(plan.problem).all() > 0 || shared_sum_count(plan.problem.forward) > 0
              ? 1
              : workers_for(plan.problem.forward, plan.device, plan.blocks);
 }
@@ -92,7 +99,8 @@ void configure_reference_backward(BackwardPlan* plan) {
   const std::int64_t doubles = reference_backward_doubles(static_cast<int>(problem.seqlen_k),
                                                           static_cast<int>(problem.head_dim),
                                                           static_cast<int>(problem.head_dim_v));
-  const auto sums = static_cast<std::size_t>(variant_sum_count(plan->problem).all());
+  const auto sums =
+      static_cast<std::size_t>(variant_sum_count(plan->problem).all() + shared_sum_count(problem));
   plan->workspace.bytes = static_cast<std::size_t>(reference_workers(*plan)) *
                               aligned(static_cast<std::size_t>(doubles) * sizeof(double)) +
                           sums * sizeof(double);
@@ -101,7 +109,7 @@ void configure_reference_backward(BackwardPlan* plan) {
 Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
                           void*) {
   const ForwardProblem& problem = plan.problem.forward;
-  const BackwardJob job = backward_job(plan, tensors);
+  BackwardJob job = backward_job(plan, tensors);
   clear_outside(job, problem);
   const std::int64_t doubles =
       reference_backward_doubles(static_cast<int>(problem.seqlen_k), job.dim, job.dim_v);
@@ -110,7 +118,9 @@ Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tenso
   const VariantSumCount count = variant_sum_count(plan.problem);
   auto* sums = reinterpret_cast<double*>(static_cast<char*>(workspace) +
                                          static_cast<std::size_t>(workers) * scratch_bytes);
-  std::fill_n(sums, count.all(), 0.0);
+  const std::int64_t shared_count = shared_sum_count(problem);
+  std::fill_n(sums, count.all() + shared_count, 0.0);
+  job.shared_sums = shared_count > 0 ? sums + count.all() : nullptr;
   const ReferenceJob shared{
       &job,
       {count.slopes > 0 ? sums : nullptr, count.sinks > 0 ? sums + count.slopes : nullptr,
@@ -122,6 +132,9 @@ Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tenso
   };
   const Status status =
       run_items<ReferenceJob>(shared, head, plan.blocks, workers, workspace, scratch_bytes);
+  for (int i = 0; status.ok() && job.shared_sums != nullptr && i < job.heads.heads_k; ++i) {
+    reference_write_shared(job, i);
+  }
   if (status.ok()) {
     write_floats(sums, count.slopes, tensors.variant.alibi_slopes);
     write_floats(sums + count.slopes, count.sinks, tensors.variant.sinks);

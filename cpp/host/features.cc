@@ -74,6 +74,9 @@ const char* feature_name(Feature feature) {
     case Feature::block_mask: return "block masks";
     case Feature::element_mask: return "masks of elements";
     case Feature::documents: return "document masks";
+    case Feature::key_ranges: return "key ranges (k_begin)";
+    case Feature::mask_shift: return "mask_shift";
+    case Feature::paged: return "paged keys (block_table)";
   }
   return "?";
 }

@@ -38,6 +38,10 @@ constexpr FeatureSet with_variant_gradients(FeatureSet set) {
       .with(Feature::grad_sinks)
       .with(Feature::grad_bias);
 }
+// Keys that lie in ranges, and a shift of the mask: of the CPU's rows.
+constexpr FeatureSet with_ranges(FeatureSet set) {
+  return set.with(Feature::key_ranges).with(Feature::mask_shift);
+}
 // On a GPU sinks are in every such kernel, and the others are hooks of kernels that are compiled at
 // run time.
 inline constexpr FeatureSet forward_sinks = forward_16bit.with(Feature::sinks);

@@ -1,6 +1,7 @@
 // Rules that validate.cc, validate_tensors.cc and validate_fp8.cc share.
 #pragma once
 
+#include <cstdint>
 #include <initializer_list>
 
 #include "host/shape.h"
@@ -8,6 +9,17 @@
 #include "pantile/status.h"
 
 namespace pantile::host {
+
+inline constexpr std::int64_t kMaxLength = (std::int64_t{1} << 29) - 1;  // core/geometry.h
+// Of sequences, rows and work ids, which are int32.
+inline constexpr std::int64_t kMaxCount = (std::int64_t{1} << 31) - 1;
+inline constexpr std::int64_t kMaxReach = std::int64_t{1} << 60;  // elements; bytes fit 63 bits
+
+Status between(const char* name, std::int64_t value, std::int64_t low, std::int64_t high);
+
+// Keys in ranges or pages (validate_keys.cc).
+Status key_places_rule(const ForwardProblem& problem);
+Status pages_rule(const ForwardProblem& problem);
 
 // The first error of a list, or ok.
 Status first_error(std::initializer_list<Status> list);

@@ -73,6 +73,45 @@ Status check_seqused(const Side& side) {
   return Status();
 }
 
+// Key ranges and pages: within the tensors.
+Status check_key_places(const ForwardProblem& p, const ForwardTensors& t) {
+  for (std::int64_t b = 0; b < p.batch && p.has_k_begin; ++b) {
+    const std::int64_t end = std::int64_t{t.k_begin[b]} + t.seqused_k[b];
+    if (t.k_begin[b] < 0 || end > p.total_k) {
+      return Status::error(kInvalid,
+                           "k_begin[%" PRId64
+                           "] is %d with %d keys; the range must lie within the "
+                           "%" PRId64 " rows of k",
+                           b, t.k_begin[b], t.seqused_k[b], p.total_k);
+    }
+  }
+  for (std::int64_t b = 0; b < p.batch && p.page_size > 0; ++b) {
+    const std::int64_t used = (t.seqused_k[b] + p.page_size - 1) / p.page_size;
+    for (std::int64_t i = 0; i < used; ++i) {
+      const std::int32_t page = t.block_table[b * p.table_stride + i];
+      if (page < 0 || page >= p.pages) {
+        return Status::error(kInvalid,
+                             "block_table[%" PRId64 "][%" PRId64
+                             "] is %d; it must be from 0 to "
+                             "%" PRId64,
+                             b, i, page, p.pages - 1);
+      }
+    }
+  }
+  return Status();
+}
+
+Status check_mask_shift(const ForwardProblem& p, const ForwardTensors& t) {
+  constexpr std::int32_t kMost = (1 << 29) - 1;  // core/geometry.h
+  for (std::int64_t b = 0; b < p.batch && p.has_mask_shift; ++b) {
+    if (t.mask_shift[b] < -kMost || t.mask_shift[b] > kMost) {
+      return Status::error(kInvalid, "mask_shift[%" PRId64 "] is %d; it must be from %d to %d", b,
+                           t.mask_shift[b], -kMost, kMost);
+    }
+  }
+  return Status();
+}
+
 Status check_side(const Side& side) {
   Status status = check_cu_seqlens(side);
   return status.ok() ? check_seqused(side) : status;
@@ -111,11 +150,14 @@ Status check_sequences(const ForwardProblem& p, const ForwardTensors& t) {
                     t.seqused_q, p.packed_q, p.has_seqused_q, p.batch, p.seqlen_q, p.total_q});
   }
   if (status.ok()) {
-    status =
-        check_side({"cu_seqlens_k", "seqused_k", "total_k", host::seqlen_k_name(p), t.cu_seqlens_k,
-                    t.seqused_k, p.packed_k, p.has_seqused_k, p.batch, p.seqlen_k, p.total_k});
+    status = check_side({"cu_seqlens_k", "seqused_k", "total_k", host::seqlen_k_name(p),
+                         t.cu_seqlens_k, t.seqused_k, p.packed_k && !p.has_k_begin, p.has_seqused_k,
+                         p.batch, p.seqlen_k, p.total_k});
   }
-  return status;
+  if (status.ok()) {
+    status = check_key_places(p, t);
+  }
+  return status.ok() ? check_mask_shift(p, t) : status;
 }
 
 }  // namespace pantile

@@ -24,16 +24,19 @@ ForwardProblem canonical(const ForwardProblem& problem) {
   ForwardProblem result = problem;
   // The first row (i = 0) of the longest sequence sits sq - 1 before the last key at most, and the
   // last row sits at the last key, sk - 1 after the first one.
-  if (problem.window_left >= problem.seqlen_k - 1) {
+  // With a shift they may sit anywhere.
+  if (!problem.has_mask_shift && problem.window_left >= problem.seqlen_k - 1) {
     result.window_left = kUnbounded;
   }
-  if (problem.window_right >= problem.seqlen_q - 1) {
+  if (!problem.has_mask_shift && problem.window_right >= problem.seqlen_q - 1) {
     result.window_right = kUnbounded;
   }
   if (!problem.packed_q) {
     result.total_q = problem.batch * problem.seqlen_q;
   }
-  if (!problem.packed_k) {
+  if (problem.page_size > 0) {
+    result.total_k = problem.pages * problem.page_size;
+  } else if (!problem.packed_k) {
     result.total_k = problem.batch * problem.seqlen_k;
   }
   result.q = canonical_layout(problem.q, query_shape(problem, problem.head_dim));

@@ -26,6 +26,9 @@ inline TensorShape query_shape(const ForwardProblem& p, std::int64_t dim) {
 
 // k, or v when `dim` is head_dim_v.
 inline TensorShape key_shape(const ForwardProblem& p, std::int64_t dim) {
+  if (p.page_size > 0) {
+    return TensorShape{{p.pages, p.page_size, p.heads_k}, dim};
+  }
   return p.packed_k ? TensorShape{{1, p.total_k, p.heads_k}, dim}
                     : TensorShape{{p.batch, p.seqlen_k, p.heads_k}, dim};
 }

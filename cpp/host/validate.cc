@@ -12,21 +12,9 @@
 namespace pantile::host {
 namespace {
 
-constexpr std::int64_t kMaxLength = (std::int64_t{1} << 29) - 1;  // core/geometry.h
-constexpr std::int64_t kMaxCount = (std::int64_t{1} << 31) - 1;   // work ids and cu_seqlens: int32
-constexpr std::int64_t kMaxReach = (std::int64_t{1} << 60);       // elements; bytes fit 63 bits
-
 const char* const kAxisNames[kAxes] = {"batch", "seq", "head"};
 
 constexpr StatusCode kInvalid = StatusCode::invalid_argument;
-
-Status between(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
-  if (value < low || value > high) {
-    return Status::error(kInvalid, "%s is %" PRId64 "; it must be from %" PRId64 " to %" PRId64,
-                         name, value, low, high);
-  }
-  return Status();
-}
 
 Status dtype_rule(const ForwardProblem& p) {
   switch (p.dtype) {
@@ -101,6 +89,14 @@ Status total_q_rule(const ForwardProblem& p) {
   return total_rule("total_q", seqlen_q_name(p), p.packed_q, p.total_q, p.batch, p.seqlen_q);
 }
 Status total_k_rule(const ForwardProblem& p) {
+  if (p.has_k_begin) {  // sequences may share rows, and leave some out
+    return between("total_k", p.total_k, 0, kMaxCount);
+  }
+  if (p.page_size > 0) {
+    return p.total_k == 0
+               ? Status()
+               : between("total_k", p.total_k, p.pages * p.page_size, p.pages * p.page_size);
+  }
   return total_rule("total_k", seqlen_k_name(p), p.packed_k, p.total_k, p.batch, p.seqlen_k);
 }
 
@@ -198,6 +194,14 @@ Status overlap_rule(const char* name, const Layout& layout, const TensorShape& s
 
 }  // namespace
 
+Status between(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
+  if (value < low || value > high) {
+    return Status::error(kInvalid, "%s is %" PRId64 "; it must be from %" PRId64 " to %" PRId64,
+                         name, value, low, high);
+  }
+  return Status();
+}
+
 Status first_error(std::initializer_list<Status> list) {
   for (const Status& status : list) {
     if (!status.ok()) {
@@ -285,6 +289,8 @@ constexpr Status (*kCommonRules[])(const ForwardProblem&) = {
     group_rule,
     work_rule,
     total_q_rule,
+    key_places_rule,
+    pages_rule,
     total_k_rule,
     window_left_rule,
     window_right_rule,

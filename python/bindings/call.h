@@ -23,6 +23,7 @@ struct TensorShare {
 
 struct Call {
   nb::object cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;  // tensors, or None
+  nb::object k_begin, mask_shift, block_table;                  // the same
   std::int64_t max_seqlen_q = 0;
   std::int64_t max_seqlen_k = 0;
   std::optional<double> scale;  // default: head_dim to the power of -1/2
@@ -42,6 +43,8 @@ struct Call {
   bool exact_lse = false;
 
   bool packed() const { return !cu_seqlens_q.is_none(); }
+  bool paged() const { return !block_table.is_none(); }
+  bool has_k_begin() const { return !k_begin.is_none(); }
 
   float scale_for(std::int64_t head_dim) const {
     const auto dim = static_cast<double>(std::max<std::int64_t>(head_dim, 1));
@@ -75,6 +78,9 @@ inline constexpr std::tuple kCallFields{
     CallField{"cu_seqlens_k", &Call::cu_seqlens_k},
     CallField{"seqused_q", &Call::seqused_q},
     CallField{"seqused_k", &Call::seqused_k},
+    CallField{"k_begin", &Call::k_begin},
+    CallField{"mask_shift", &Call::mask_shift},
+    CallField{"block_table", &Call::block_table},
     CallField{"max_seqlen_q", &Call::max_seqlen_q},
     CallField{"max_seqlen_k", &Call::max_seqlen_k},
     CallField{"scale", &Call::scale},

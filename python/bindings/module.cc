@@ -20,6 +20,7 @@
 #include "planner.h"
 #include "request.h"
 #include "runs.h"
+#include "sequences.h"
 #include "tensor_view.h"
 #include "variant.h"
 
@@ -33,7 +34,7 @@ namespace {
 
 void take_output(nb::handle o, Request* request) {
   ForwardProblem& problem = request->problem;
-  const TensorView output = read_tensor(o, "o");
+  const TensorView output = read_tensor(o, "out");
   problem.output_f32 = output.code == dlpack::kFloat && output.bits == 32;
   if (problem.output_f32) {
     require_same_device(output, request->q);
@@ -41,7 +42,12 @@ void take_output(nb::handle o, Request* request) {
   } else {
     require_query_rows(output, *request, problem.head_dim_v);
   }
-  require_contiguous(output);
+  require_writable_rows(output);
+  for (const TensorView* input : {&request->q, &request->k, &request->v}) {
+    if (output.data == input->data && !output.empty() && !input->empty()) {
+      raise_value_error("out begins where %s does; it must share no element with it", input->name);
+    }
+  }
   problem.o = layout_of(output);
   request->tensors.o = output.data;
 }
@@ -63,8 +69,14 @@ std::int8_t* read_o_low(nb::handle object, const Request& request) {
   return static_cast<std::int8_t*>(view.data);
 }
 
+// No call copies a cache of keys.
 unsigned run_forward_request(Request* request) {
   ForwardProblem& problem = request->problem;
+  if (request->paged) {
+    require_readable_pages(*request);
+    return plan_and_run<ForwardPlan>(*request, &problem, request->tensors, Pass::forward,
+                                     {{&request->q, &problem.q, kCopyQ}});
+  }
   return plan_and_run<ForwardPlan>(*request, &problem, request->tensors, Pass::forward,
                                    {{&request->q, &problem.q, kCopyQ},
                                     {&request->k, &problem.k, kCopyK},
@@ -140,7 +152,7 @@ void take_gradients(nb::handle grad_q, nb::handle grad_k, nb::handle grad_v, con
   require_key_rows(view_k, request, request.problem.head_dim);
   require_key_rows(view_v, request, request.problem.head_dim_v);
   for (const TensorView* view : {&view_q, &view_k, &view_v}) {
-    require_contiguous(*view);
+    require_writable_rows(*view);
   }
   problem->grad_q = layout_of(view_q);
   problem->grad_k = layout_of(view_k);
@@ -202,36 +214,6 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
   return plan_and_run<BackwardPlan>(request, &problem, tensors, Pass::backward, operands);
 }
 
-// Contents of cu_seqlens and seqused, given as host arrays. The totals stand for q and k; heads and
-// head dims do not matter here.
-void check_sequence_contents(const Call& call, std::int64_t total_q, std::int64_t total_k) {
-  TensorView host;
-  ForwardProblem problem;
-  ForwardTensors tensors;
-  std::int64_t bounds = 0;
-  std::int64_t count = 0;
-  problem.packed_q = problem.packed_k = true;
-  problem.heads_q = problem.heads_k = problem.head_dim = problem.head_dim_v = 1;
-  problem.q = problem.k = problem.v = problem.o = Layout{0, 1, 1, 16};
-  problem.scale = 1.0f;
-  tensors.cu_seqlens_q = read_lengths(call.cu_seqlens_q, "cu_seqlens_q", host, &bounds);
-  tensors.cu_seqlens_k = read_lengths(call.cu_seqlens_k, "cu_seqlens_k", host, &count);
-  problem.batch = bounds - 1;
-  problem.seqlen_q = call.max_seqlen_q;
-  problem.seqlen_k = call.max_seqlen_k;
-  problem.total_q = total_q;
-  problem.total_k = total_k;
-  problem.has_seqused_q = !call.seqused_q.is_none();
-  problem.has_seqused_k = !call.seqused_k.is_none();
-  if (problem.has_seqused_q) {
-    tensors.seqused_q = read_lengths(call.seqused_q, "seqused_q", host, &count);
-  }
-  if (problem.has_seqused_k) {
-    tensors.seqused_k = read_lengths(call.seqused_k, "seqused_k", host, &count);
-  }
-  raise_unless_ok(check_sequences(problem, tensors));
-}
-
 // ---- explanations ----------------------------------------------------------------------------
 
 // What a call is planned with beside its tensors. `gradients` is (alibi, sinks, bias): whether
@@ -264,6 +246,13 @@ void for_each_pass(Request* request, const PassOptions& options, const Visit& vi
   forward.wants_max_logit = options.max_logit;
   forward.output_f32 = options.output_f32;
   forward.wants_o_low = options.o_low;
+  if (request->paged) {
+    visit(Planned<ForwardPlan>(), &forward,
+          std::initializer_list<Operand>{{&request->q, &forward.q, kCopyQ}});
+    visit(Planned<BackwardPlan>(), &backward,
+          std::initializer_list<Operand>{{&request->q, &backward.forward.q, kCopyQ}});
+    return;
+  }
   visit(Planned<ForwardPlan>(), &forward,
         std::initializer_list<Operand>{{&request->q, &forward.q, kCopyQ},
                                        {&request->k, &forward.k, kCopyK},
@@ -431,7 +420,8 @@ NB_MODULE(_C, module) {
              "keys"_a, "call"_a, "block_q"_a, "block_k"_a, "smooth_k"_a, "exp"_a);
   module.def("explain_fp8", &py::explain_fp8, "q"_a, "k"_a, "v"_a, "call"_a, "block_q"_a,
              "block_k"_a, "hadamard"_a, "smooth_k"_a, "exp"_a);
-  module.def("check_sequences", &py::check_sequence_contents, "call"_a, "total_q"_a, "total_k"_a);
+  module.def("check_sequences", &py::check_sequence_contents, "call"_a, "total_q"_a, "total_k"_a,
+             "page_size"_a = 0);
   module.def("kernels", &py::kernels);
   module.def("devices", &py::devices);
   module.def("build_info", &pantile::build_info);

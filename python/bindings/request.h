@@ -148,6 +148,7 @@ struct Request {
   Device device;
   PlanOptions options;
   bool packed = false;
+  bool paged = false;              // K and V are in pages
   bool backend_preferred = false;  // it gives way where it has no kernel that serves
   bool softmax_preferred = false;  // the softmax gives way where no kernel has it
 };
@@ -156,6 +157,7 @@ struct Request {
 inline void read_options(const Call& call, Request* request) {
   ForwardProblem& problem = request->problem;
   request->packed = call.packed();
+  request->paged = call.paged();
   request->options.backend = call.backend;
   request->backend_preferred = call.backend_preferred;
   request->softmax_preferred = call.softmax_preferred;
@@ -181,31 +183,93 @@ inline void read_dense(Request* request) {
   problem.total_k = problem.batch * problem.seqlen_k;
 }
 
+// Whether the sequences' keys follow each other in k, as cu_seqlens_k says. If not, seqused_k gives
+// their lengths.
+inline bool places_keys(const Call& call) {
+  if (!call.paged() && !call.has_k_begin()) {
+    return true;
+  }
+  const char* const form = call.paged() ? "block_table" : "k_begin";
+  if (call.paged() && call.has_k_begin()) {
+    raise_value_error("k_begin and block_table are both set; keys lie in ranges or in pages");
+  }
+  if (!call.cu_seqlens_k.is_none()) {
+    raise_value_error(
+        "cu_seqlens_k is set; it must be None with %s: seqused_k gives the number of "
+        "keys",
+        form);
+  }
+  if (call.seqused_k.is_none()) {
+    raise_value_error("seqused_k is None; with %s it gives the number of keys of each sequence",
+                      form);
+  }
+  return false;
+}
+
 inline void read_packed(const Call& call, Request* request) {
   const TensorView &q = request->q, &k = request->k, &v = request->v;
   require_rank(q, 3, "[total_q, heads_q, head_dim]");
-  require_rank(k, 3, "[total_k, heads_k, head_dim]");
-  require_rank(v, 3, "[total_k, heads_k, head_dim_v]");
-  require_size(v, 0, "total length", k.shape[0], "k");
+  if (request->paged) {
+    require_rank(k, 4, "[pages, page_size, heads_k, head_dim]");
+    require_rank(v, 4, "[pages, page_size, heads_k, head_dim_v]");
+    require_size(v, 0, "page count", k.shape[0], "k");
+    require_size(v, 1, "page size", k.shape[1], "k");
+  } else {
+    require_rank(k, 3, "[total_k, heads_k, head_dim]");
+    require_rank(v, 3, "[total_k, heads_k, head_dim_v]");
+    require_size(v, 0, "total length", k.shape[0], "k");
+  }
   std::int64_t bounds_q = 0;
   std::int64_t bounds_k = 0;
   ForwardTensors& tensors = request->tensors;
   tensors.cu_seqlens_q = read_lengths(call.cu_seqlens_q, "cu_seqlens_q", q, &bounds_q);
-  tensors.cu_seqlens_k = read_lengths(call.cu_seqlens_k, "cu_seqlens_k", q, &bounds_k);
   if (bounds_q < 1) {
     raise_value_error("cu_seqlens_q is empty; it must hold batch + 1 entries");
   }
-  if (bounds_k != bounds_q) {
-    raise_value_error("cu_seqlens_k has %lld entries; it must have as many as cu_seqlens_q, %lld",
-                      static_cast<long long>(bounds_k), static_cast<long long>(bounds_q));
+  if (places_keys(call)) {
+    tensors.cu_seqlens_k = read_lengths(call.cu_seqlens_k, "cu_seqlens_k", q, &bounds_k);
+    if (bounds_k != bounds_q) {
+      raise_value_error("cu_seqlens_k has %lld entries; it must have as many as cu_seqlens_q, %lld",
+                        static_cast<long long>(bounds_k), static_cast<long long>(bounds_q));
+    }
   }
   ForwardProblem& problem = request->problem;
-  problem.packed_q = problem.packed_k = true;
+  problem.packed_q = true;
+  problem.packed_k = !request->paged;
   problem.batch = bounds_q - 1;
   problem.seqlen_q = call.max_seqlen_q;
   problem.seqlen_k = call.max_seqlen_k;
   problem.total_q = q.shape[0];
-  problem.total_k = k.shape[0];
+  problem.total_k = request->paged ? k.shape[0] * k.shape[1] : k.shape[0];
+}
+
+// Paged K and V.
+inline void read_pages(const Call& call, Request* request) {
+  const TensorView table = read_tensor(call.block_table, "block_table");
+  if (table.code != dlpack::kInt || table.bits != 32) {
+    raise_type_error("block_table has dtype %s; it must be int32",
+                     dtype_text(table.code, table.bits).c_str());
+  }
+  require_same_device(table, request->q);
+  require_rank(table, 2, "[batch, pages of the longest sequence]");
+  ForwardProblem& problem = request->problem;
+  if (table.shape[0] != problem.batch) {
+    raise_value_error("block_table has %lld rows; it must have one per sequence, %lld",
+                      static_cast<long long>(table.shape[0]),
+                      static_cast<long long>(problem.batch));
+  }
+  if (table.shape[1] > 1 && table.stride[1] != 1) {
+    raise_value_error("block_table has stride %lld along its last axis; it must be 1",
+                      static_cast<long long>(table.stride[1]));
+  }
+  problem.pages = request->k.shape[0];
+  problem.page_size = request->k.shape[1];
+  problem.max_pages = table.shape[1];
+  problem.table_stride = table.shape[0] > 1 ? table.stride[0] : table.shape[1];
+  if (problem.page_size == 0) {
+    raise_value_error("k has pages of 0 slots; they must have 1 or more");
+  }
+  request->tensors.block_table = static_cast<const std::int32_t*>(table.data);
 }
 
 inline const std::int32_t* read_used(nb::handle object, const char* name, const Request& request) {
@@ -228,6 +292,29 @@ inline void read_used_lengths(const Call& call, Request* request) {
   if (problem.has_seqused_k) {
     request->tensors.seqused_k = read_used(call.seqused_k, "seqused_k", *request);
   }
+  problem.has_k_begin = call.has_k_begin();
+  if (problem.has_k_begin) {
+    request->tensors.k_begin = read_used(call.k_begin, "k_begin", *request);
+  }
+  problem.has_mask_shift = !call.mask_shift.is_none();
+  if (problem.has_mask_shift) {
+    request->tensors.mask_shift = read_used(call.mask_shift, "mask_shift", *request);
+  }
+  if (request->paged) {
+    read_pages(call, request);
+  }
+}
+
+// Before a run: pages are read in place, because no call copies a cache.
+inline void require_readable_pages(const Request& request) {
+  for (const TensorView* view : {&request.k, &request.v}) {
+    if (view->stride[3] != 1 || *std::min_element(view->stride, view->stride + 4) < 0) {
+      raise_value_error(
+          "%s has strides %s; pages are read where they are, and need stride 1 along "
+          "their last axis",
+          view->name, shape_text(view->stride, view->rank).c_str());
+    }
+  }
 }
 
 // `takes_codes`: whether q, k and v may be float8_e4m3fn.
@@ -249,12 +336,13 @@ inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Call
     read_dense(&request);
   }
   const int heads = request.packed ? 1 : 2;  // axis
-  require_size(request.k, heads + 1, "head_dim", request.q.shape[heads + 1], "q");
-  require_size(request.v, heads, "head count", request.k.shape[heads], "k");
+  const int key_heads = request.k.rank - 2;
+  require_size(request.k, key_heads + 1, "head_dim", request.q.shape[heads + 1], "q");
+  require_size(request.v, key_heads, "head count", request.k.shape[key_heads], "k");
   problem.heads_q = request.q.shape[heads];
-  problem.heads_k = request.k.shape[heads];
+  problem.heads_k = request.k.shape[key_heads];
   problem.head_dim = request.q.shape[heads + 1];
-  problem.head_dim_v = request.v.shape[heads + 1];
+  problem.head_dim_v = request.v.shape[key_heads + 1];
   read_used_lengths(call, &request);
   problem.scale = call.scale_for(problem.head_dim);
   problem.q = layout_of(request.q);
@@ -287,7 +375,9 @@ inline void require_key_rows(const TensorView& view, const Request& request,
                              std::int64_t head_dim) {
   const ForwardProblem& problem = request.problem;
   require_like(view, request.q);
-  if (request.packed) {
+  if (request.paged) {
+    require_shape(view, {problem.pages, problem.page_size, problem.heads_k, head_dim});
+  } else if (request.packed) {
     require_shape(view, {problem.total_k, problem.heads_k, head_dim});
   } else {
     require_shape(view, {problem.batch, problem.seqlen_k, problem.heads_k, head_dim});
@@ -309,6 +399,22 @@ inline void require_max_logit(const TensorView& view, const Request& request) {
   require_float32(view);
   require_same_device(view, request.q);
   require_shape(view, {request.problem.batch, request.problem.heads_q});
+}
+
+// A tensor that kernels write in its own strides: they cannot write a copy of it. That its elements
+// do not overlap is a rule of the problem.
+inline void require_writable_rows(const TensorView& view) {
+  bool expressible =
+      view.stride[view.rank - 1] == 1 && view.base_align_bytes() * 8 >= static_cast<int>(view.bits);
+  for (int axis = 0; axis < view.rank; ++axis) {
+    expressible = expressible && view.stride[axis] >= 0;
+  }
+  if (!expressible) {
+    raise_value_error(
+        "%s has strides %s; it is written, and needs stride 1 along its last axis, no negative "
+        "stride and an address that is a multiple of its element size",
+        view.name, shape_text(view.stride, view.rank).c_str());
+  }
 }
 
 inline void require_contiguous(const TensorView& view) {

@@ -142,7 +142,8 @@ inline Status run_plan(const QuantizePlan& plan, const QuantizeTensors& tensors,
 // synchronization, and a wrong entry would make a kernel read outside its tensors.
 inline void check_host_sequences(const Request& request) {
   const ForwardProblem& problem = request.problem;
-  const bool any = request.packed || problem.has_seqused_q || problem.has_seqused_k;
+  const bool any =
+      request.packed || problem.has_seqused_q || problem.has_seqused_k || problem.has_mask_shift;
   if (any && request.device.type == DeviceType::cpu) {
     raise_unless_ok(check_sequences(problem, request.tensors));
   }

@@ -22,6 +22,9 @@ class Call:
         cu_seqlens_k: Any | None,
         seqused_q: Any | None,
         seqused_k: Any | None,
+        k_begin: Any | None,
+        mask_shift: Any | None,
+        block_table: Any | None,
         max_seqlen_q: int,
         max_seqlen_k: int,
         scale: float | None,
@@ -53,6 +56,12 @@ class Call:
     def seqused_q(self) -> Any | None: ...
     @property
     def seqused_k(self) -> Any | None: ...
+    @property
+    def k_begin(self) -> Any | None: ...
+    @property
+    def mask_shift(self) -> Any | None: ...
+    @property
+    def block_table(self) -> Any | None: ...
     @property
     def max_seqlen_q(self) -> int: ...
     @property
@@ -213,7 +222,7 @@ def explain_fp8(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Quantising and the forward, in the fields of pantile.PassExplanation."""
 
-def check_sequences(call: Call, total_q: int, total_k: int) -> None:
+def check_sequences(call: Call, total_q: int, total_k: int, page_size: int = 0) -> None:
     """Checks the contents of the call's arrays, which must be in host memory."""
 
 def kernels() -> list[dict[str, Any]]: ...

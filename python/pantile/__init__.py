@@ -12,7 +12,7 @@ from pantile import (
     experimental,
     fp8,
 )
-from pantile._attention import attention, load_torch, varlen_attention
+from pantile._attention import attention, load_torch
 from pantile._C import UnsupportedError, __version__
 from pantile._explain import Explanation, PassExplanation, Verdict
 from pantile._explain_calls import compile, explain  # noqa: A004
@@ -23,6 +23,7 @@ from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
 from pantile._variants import BlockMask, Documents, Dropout, dropout_mask
+from pantile._varlen import varlen_attention
 
 __all__ = [
     "BlockMask",

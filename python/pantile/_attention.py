@@ -25,15 +25,7 @@ from pantile._variants import Dropout, refuse_in_fp8, resolve_variant
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from pantile._types import (
-        Array,
-        Choices,
-        Lengths,
-        PackedChoices,
-        QuantizedChoices,
-        Tensor,
-        Window,
-    )
+    from pantile._types import Array, Choices, QuantizedChoices, Tensor, Window
 
 # pantile._ops once torch has been seen; importing pantile does not import torch.
 _torch_ops = None
@@ -48,7 +40,7 @@ def load_torch() -> None:
     """Registers the torch operators, if the program has imported torch."""
     global _torch_ops, _tensor_type, _is_compiling
     if _torch_ops is None and sys.modules.get("torch") is not None:  # None: its import is barred
-        from pantile import _fp8_ops, _kept, _ops, _variant_ops  # noqa: F401 (operators)
+        from pantile import _fp8_ops, _kept, _ops, _out, _variant_ops  # noqa: F401 (operators)
 
         _torch_ops, _is_compiling = _ops, _ops.is_compiling
         if DEFAULT_OPTIONS.backend != "torch":
@@ -82,9 +74,15 @@ def _longest(name: str, value: object) -> int:
     return length(name, value, in_range=not _is_compiling())  # a graph is checked when it runs
 
 
-def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit, change):
+def run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit, change, out):
     """By the operator that serves the call. ``change``: the values of VARIANT_NAMES."""
+    if options.backend == "torch":
+        asked = return_lse, return_max_logit, deterministic
+        if torch_serves(q, call, change, options, asked, out):
+            return _torch_backend().attention(q, k, v, call, change)
     flags = deterministic, options.checked, return_lse
+    if out is not None:
+        return _run_into(out, q, k, v, call, options, flags, return_max_logit, change)
     if type(q) is Quantized:
         if k is not None or v is not None:
             raise TypeError("k and v are set; they must be left out when q is pantile.Quantized")
@@ -100,8 +98,50 @@ def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_
         return _variant_engine(engine).variant_attention(q, k, v, call, *variant, *flags, extras)
     refuse_extras(return_max_logit, options)
     refuse_in_fp8(change)
+    refuse_places_in_fp8(call)
     _require_torch(engine)
     return _fp8_ops().quantized_attention(q, k, v, call, FP8_FORMAT, options.fp8_exp, *flags)
+
+
+def _torch_backend() -> Any:
+    from pantile import _torch_backend
+
+    return _torch_backend
+
+
+def torch_serves(q, call, change: tuple, options: Options, asked: tuple, out=None) -> bool:
+    """Whether torch's own attention does it: or an error says why not, if the code asked for it.
+    Where only the environment did, the table of kernels serves the rest. ``asked``: return_lse,
+    return_max_logit and deterministic."""
+    if _torch_ops is None or not isinstance(q, _torch_ops.Tensor):
+        if options.backend_preferred:
+            return False
+        name = type(q).__name__
+        raise TypeError(f"q is a {name}; with options.backend torch it must be a torch.Tensor")
+    if options.backend_preferred:
+        return _torch_backend().serves(call, change, options, asked, out)
+    _torch_backend().require_served(call, change, options, asked, out)
+    return True
+
+
+def refuse_places_in_fp8(call) -> None:
+    for name in LENGTHS[4:]:
+        if getattr(call, name) is not None:
+            raise ValueError(f"{name} is given; FP8 attention does not serve it")
+
+
+def _run_into(out, q, k, v, call, options: Options, flags: tuple, return_max_logit, change):
+    """The same, where o goes to ``out``."""
+    if type(q) is Quantized or options.fp8:
+        raise ValueError("out is given; FP8 attention does not write into a tensor of the caller")
+    engine = _engine(q)
+    extras = extras_of(return_max_logit, options)
+    variant = resolve_variant(*change) or (None, None)
+    if engine is _torch_ops:
+        from pantile import _out
+
+        return _out.attention(q, k, v, out, call, *variant, *flags[1:], extras)
+    return engine.attention_into(q, k, v, out, call, *variant, *flags, extras)
 
 
 def _fp8_ops() -> Any:
@@ -115,10 +155,10 @@ def _require_torch(engine: Any) -> None:
         raise TypeError("q is a numpy.ndarray; FP8 needs a torch.Tensor")
 
 
-_DENSE = (None, None, None, None, 0, 0)  # the packing of a call without one
+DENSE = ((None,) * len(LENGTHS)) + (0, 0)  # the packing of a call without one
 
 
-def _make_call(packing: tuple, causal, window, scale, options: Options, return_lse: bool):
+def make_call(packing: tuple, causal, window, scale, options: Options, return_lse: bool):
     """The call of the bindings. Of a program that is being traced, or whose numbers are symbols:
     one in Python, which the operators take."""
     if _torch_ops is None:
@@ -129,7 +169,7 @@ def _make_call(packing: tuple, causal, window, scale, options: Options, return_l
     if _is_compiling() or not (
         type(left) is type(right) is int
         and (scale is None or type(scale) is float)
-        and (packing is _DENSE or type(packing[4]) is type(packing[5]) is int)
+        and (packing is DENSE or type(packing[-2]) is type(packing[-1]) is int)
     ):
         return Call(*packing, scale, left, right, *options)
     return _C.Call(*packing, scale, left, right, *options)
@@ -137,16 +177,16 @@ def _make_call(packing: tuple, causal, window, scale, options: Options, return_l
 
 # Of calls that say no more than `causal`, which go a shorter way.
 _PLAIN_CALLS = {
-    causal: _C.Call(*_DENSE, None, *window_bounds(causal, None), *DEFAULT_OPTIONS.call_fields[0])
+    causal: _C.Call(*DENSE, None, *window_bounds(causal, None), *DEFAULT_OPTIONS.call_fields[0])
     for causal in (False, True)
 }
 
 
 _BY_NAME = (
     *("causal", "window", "scale", *VARIANT_NAMES),
-    *("return_lse", "return_max_logit", "deterministic", "options"),
+    *("return_lse", "return_max_logit", "deterministic", "options", "out"),
 )
-_PACKED_BY_NAME = ("seqused_q", "seqused_k", *_BY_NAME)
+PACKED_BY_NAME = (*LENGTHS[2:], *_BY_NAME)
 
 
 @overload
@@ -229,6 +269,7 @@ def attention(
     return_max_logit: bool = False,
     deterministic: bool = False,
     options: Options | None = None,
+    out: Any = None,
     **foreign: Any,
 ) -> Any:
     """Exact attention, ``softmax(Q K^T * scale + mask) V``, without storing the score matrix.
@@ -264,12 +305,17 @@ def attention(
         deterministic: bit-equal gradients for equal inputs; also on when
             ``torch.use_deterministic_algorithms`` is.
         options: see :class:`pantile.Options`.
+        out: a tensor that o is written to, and that is returned as o: of the shape of o, the dtype
+            of q or float32, any strides that do not overlap and are 1 along the last axis. Nothing
+            between its rows is touched. It must share no element with q, k and v. The call has no
+            gradient.
 
     Returns:
         o: ``[batch, seqlen_q, heads_q, head_dim_v]``, contiguous, dtype of q unless
-        ``options.output_dtype`` says otherwise. With ``return_lse`` the pair (o, lse), lse float32,
-        natural logarithm, ``[batch, heads_q, seqlen_q]``. Both are differentiable once. A row that
-        sees no key has o = 0, lse = -inf and zero gradients. With ``return_max_logit`` the last
+        ``options.output_dtype`` says otherwise; or ``out``. With ``return_lse`` the pair (o, lse),
+        lse float32, natural logarithm, ``[batch, heads_q, seqlen_q]``. Both are differentiable
+        once. A row that sees no key has o = 0, lse = -inf and zero gradients. With
+        ``return_max_logit`` the last
         element is max_logit, float32 ``[batch, heads_q]``, not differentiable: -inf where no row
         sees a key, NaN where some row's lse is.
 
@@ -282,6 +328,7 @@ def attention(
         refuse("attention", extra, foreign, _BY_NAME)
     if (
         options is window is scale is softcap is alibi is bias is sinks is dropout is mask is None
+        and out is None
         and return_lse is return_max_logit is deterministic is False
         and type(q) is _tensor_type
         and type(causal) is bool
@@ -290,198 +337,20 @@ def attention(
         return _torch_ops.plain_attention(q, k, v, _PLAIN_CALLS[causal])
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     check_flags(return_lse, return_max_logit, deterministic)
-    call = _make_call(_DENSE, causal, window, scale, options, return_lse)
+    call = make_call(DENSE, causal, window, scale, options, return_lse)
     change = softcap, alibi, bias, sinks, dropout, mask
-    if options.backend == "torch":
-        flags = return_lse, return_max_logit, deterministic
-        if _torch_serves(q, call, change, options, flags, False):
-            return _torch_backend().attention(q, k, v, call, change)
-    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)
-
-
-def _torch_backend() -> Any:
-    from pantile import _torch_backend
-
-    return _torch_backend
-
-
-def _torch_serves(q, call, change: tuple, options: Options, flags: tuple, packed: bool) -> bool:
-    """Whether torch's own attention does it: or an error says why not, if the code asked for it.
-    Where only the environment did, the table of kernels serves the rest."""
-    if _torch_ops is None or not isinstance(q, _torch_ops.Tensor):
-        if options.backend_preferred:
-            return False
-        name = type(q).__name__
-        raise TypeError(f"q is a {name}; with options.backend torch it must be a torch.Tensor")
-    if options.backend_preferred:
-        return _torch_backend().serves(call, change, options, flags, packed)
-    _torch_backend().require_served(call, change, options, flags, packed)
-    return True
+    return run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change, out)
 
 
 def packing_of(q, k, lengths: tuple, longest: tuple) -> tuple:
-    """The fields pantile._schema.PACKING, from cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k and
-    the two max_seqlen."""
-    for name, value in zip(LENGTHS[:2], lengths, strict=False):
+    """The fields pantile._schema.PACKING, from those of LENGTHS and the two max_seqlen."""
+    placed = lengths[4] is not None or lengths[6] is not None  # by k_begin or block_table
+    for name, value in zip(LENGTHS[: 1 if placed else 2], lengths, strict=False):
         if value is None:
             raise TypeError(f"{name} is None; it must be an int32 tensor of batch + 1 offsets")
     longest = (_longest("max_seqlen_q", longest[0]), _longest("max_seqlen_k", longest[1]))
     if getattr(q, "is_meta", False):
         check_rows("q", q, lengths[0], longest[0])
-        check_rows("k", k, lengths[1], longest[1])
+        if lengths[1] is not None:
+            check_rows("k", k, lengths[1], longest[1])
     return (*lengths, *longest)
-
-
-@overload
-def varlen_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Lengths,
-    cu_seqlens_k: Lengths,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_lse: Literal[False] = ...,
-    return_max_logit: Literal[False] = ...,
-    **choices: Unpack[PackedChoices[Array]],
-) -> Array: ...
-@overload
-def varlen_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Lengths,
-    cu_seqlens_k: Lengths,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_lse: Literal[True],
-    return_max_logit: Literal[False] = ...,
-    **choices: Unpack[PackedChoices[Array]],
-) -> tuple[Array, Array]: ...
-@overload
-def varlen_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Lengths,
-    cu_seqlens_k: Lengths,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_lse: Literal[False] = ...,
-    return_max_logit: Literal[True],
-    **choices: Unpack[PackedChoices[Array]],
-) -> tuple[Array, Array]: ...
-@overload
-def varlen_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Lengths,
-    cu_seqlens_k: Lengths,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_lse: Literal[True],
-    return_max_logit: Literal[True],
-    **choices: Unpack[PackedChoices[Array]],
-) -> tuple[Array, Array, Array]: ...
-@overload
-def varlen_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Lengths,
-    cu_seqlens_k: Lengths,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_lse: bool = ...,
-    return_max_logit: bool = ...,
-    **choices: Unpack[PackedChoices[Array]],
-) -> Array | tuple[Array, ...]: ...
-@overload
-def varlen_attention(
-    q: Quantized, *, return_lse: Literal[False] = ..., **choices: Unpack[QuantizedChoices]
-) -> Tensor: ...
-@overload
-def varlen_attention(
-    q: Quantized, *, return_lse: Literal[True], **choices: Unpack[QuantizedChoices]
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def varlen_attention(
-    q: Quantized, *, return_lse: bool, **choices: Unpack[QuantizedChoices]
-) -> Tensor | tuple[Tensor, Tensor]: ...
-def varlen_attention(
-    q: Any,
-    k: Any = None,
-    v: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    *extra: Any,
-    seqused_q: Any = None,
-    seqused_k: Any = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi: Any = None,
-    bias: Any = None,
-    sinks: Any = None,
-    dropout: float | Dropout | None = None,
-    mask: Any = None,
-    return_lse: bool = False,
-    return_max_logit: bool = False,
-    deterministic: bool = False,
-    options: Options | None = None,
-    **foreign: Any,
-) -> Any:
-    """:func:`attention` over sequences of different lengths, packed one after the other.
-
-    Args:
-        q: ``[total_q, heads_q, head_dim]``; or FP8 operands, alone, which know their sequences.
-        k, v: ``[total_k, heads_k, head_dim]`` and ``[total_k, heads_k, head_dim_v]``.
-        cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]`` on the device of q: sequence b holds rows
-            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. They start at 0, never decrease and end at
-            the total. Their contents are checked on the CPU, and on a GPU when
-            ``options.checked`` asks for it.
-        max_seqlen_q, max_seqlen_k: no sequence is longer than these: what lies beyond them is not
-            computed on a GPU. Neither has a default.
-        seqused_q, seqused_k: int32 ``[batch]``: only the first ``seqused[b]`` rows of sequence b
-            exist. The others give o = 0 and lse = -inf, and take no part in anything.
-        causal, window, scale, return_lse, return_max_logit, deterministic, options: as in
-            :func:`attention`; the mask is aligned to the bottom right of each sequence.
-        softcap, alibi, bias, sinks, dropout, mask: as in :func:`attention`; rows and keys count
-            from the start of their sequence, so that bias and mask broadcast to ``[batch, heads_q,
-            max_seqlen_q, max_seqlen_k]``.
-
-    Returns:
-        o: ``[total_q, heads_q, head_dim_v]``; with ``return_lse`` also lse ``[heads_q, total_q]``,
-        with ``return_max_logit`` also max_logit ``[batch, heads_q]``, of each sequence.
-
-    Raises:
-        As :func:`attention`.
-    """
-    if extra or foreign:
-        refuse("varlen_attention", extra, foreign, _PACKED_BY_NAME)
-    options = DEFAULT_OPTIONS if options is None else resolve_options(options)
-    check_flags(return_lse, return_max_logit, deterministic)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    longest = (max_seqlen_q, max_seqlen_k)
-    if type(q) is not Quantized:
-        packing = packing_of(q, k, lengths, longest)
-    elif any(x is not None for x in (*lengths, *longest)):
-        raise TypeError("q is pantile.Quantized, which knows its sequences; leave theirs out")
-    else:
-        packing = _DENSE  # not read
-    call = _make_call(packing, causal, window, scale, options, return_lse)
-    change = softcap, alibi, bias, sinks, dropout, mask
-    if options.backend == "torch":
-        flags = return_lse, return_max_logit, deterministic
-        if _torch_serves(q, call, change, options, flags, True):
-            return _torch_backend().varlen_attention(q, k, v, lengths, call, change)
-    return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)

@@ -53,6 +53,16 @@ def batch_of(q: Tensor, call) -> int:
     return q.shape[0] if bounds is None else max(bounds.shape[0] - 1, 0)
 
 
+def _new_lse(q: Tensor) -> Tensor:
+    return q.new_empty(*lse_shape(q.shape), dtype=torch.float32)  # faster than with a tuple
+
+
+def _new_low(o: Tensor) -> Tensor:
+    if o.is_contiguous():
+        return torch.empty_like(o, dtype=torch.int8)
+    return torch.empty_like(o, dtype=torch.int8, memory_format=torch.contiguous_format)
+
+
 def _new_outputs(q: Tensor, v: Tensor, wants_lse: bool, output_f32: bool):
     shape = q.shape
     if output_f32:
@@ -61,16 +71,15 @@ def _new_outputs(q: Tensor, v: Tensor, wants_lse: bool, output_f32: bool):
         o = torch.empty_like(q)
     else:
         o = q.new_empty(o_shape(q, v))
-    lse = None
-    if wants_lse:
-        lse = q.new_empty(*lse_shape(shape), dtype=torch.float32)  # faster than with a tuple
-    return o, lse
+    return o, _new_lse(q) if wants_lse else None
 
 
-def check_contents(call: _C.Call, total_q: int, total_k: int) -> None:
-    """Of cu_seqlens and seqused; waits for the GPU if they are there."""
+def check_contents(call: _C.Call, q: Tensor, k: Tensor) -> None:
+    """Of cu_seqlens, seqused and where keys lie; waits for the GPU if they are there."""
     host = [None if x is None else x.cpu() for x in lengths_of(call)]
-    _C.check_sequences(call._replace(**dict(zip(LENGTHS, host, strict=True))), total_q, total_k)
+    call = call._replace(**dict(zip(LENGTHS, host, strict=True)))
+    page_size = 0 if call.block_table is None else k.shape[1]
+    _C.check_sequences(call, q.shape[0], k.shape[0], page_size)
 
 
 def final_call(q: Tensor, call):
@@ -122,8 +131,12 @@ def run_forward(
     extras=None,
     keep_low=False,
     variant=None,
+    out=None,
 ):
     """(o, lse, o_low, max_logit), the last three None when not wanted.
+
+    ``out``: o itself, in any strides that do not overlap, the last one 1; of the dtype of q or
+    float32, whatever ``extras`` say.
 
     ``variant``: as :func:`readable_variant` gives it, or None. ``extras``: (max_logit, f32).
     ``keep_low``: with 8 more bits of a 16-bit o, for the backward.
@@ -134,29 +147,32 @@ def run_forward(
         _C.set_cpu_threads(torch.get_num_threads())
     packed = call.packed
     rank = 3 if packed else 4
-    if q.ndim != rank or v.ndim != rank:
+    if q.ndim != rank or v.ndim != (rank if call.block_table is None else 4):
         _reject(q, k, v, call)
     if checked and packed:
-        check_contents(call, q.shape[0], k.shape[0])
+        check_contents(call, q, k)
     max_logit = o_low = None
     keep_low = keeps_low(q, keep_low)
-    if extras is None:
+    if extras is None and out is None:
         o, lse = _new_outputs(q, v, wants_lse, False)
     else:
-        o, lse = _new_outputs(q, v, wants_lse, extras[1])
-        if extras[0]:  # kernels raise it
+        if out is None:
+            o, lse = _new_outputs(q, v, wants_lse, extras[1])
+        else:
+            o, lse = out, _new_lse(q) if wants_lse else None
+        if extras is not None and extras[0]:  # kernels raise it
             shape = (batch_of(q, call), q.shape[-2])
             max_logit = q.new_full(shape, -torch.inf, dtype=torch.float32)
     split_low = keep_low and o.dtype is torch.float32
     if keep_low and not split_low:
-        o_low = torch.empty_like(o, dtype=torch.int8)
+        o_low = _new_low(o)
     copies = _C.forward(q, k, v, o, lse, o_low, max_logit, call, variant)
     if copies:
         operands = [q, k, v]
         while copies:
             if copies >= PAD_HEAD_DIMS:
                 return _run_changed_forward(
-                    copies, operands, call, wants_lse, extras, keep_low, variant
+                    copies, operands, call, wants_lse, extras, keep_low, variant, out
                 )
             copy_operands(copies, operands, ("q", "k", "v"))
             copies = _C.forward(*operands, o, lse, o_low, max_logit, call, variant)
@@ -200,8 +216,12 @@ def _changed_scale(changes: int, q: Tensor, call: _C.Call) -> tuple[float | None
     return factor, call._replace(scale=scale)
 
 
-def _run_changed_forward(changes, operands, call, wants_lse: bool, extras, keep_low: bool, variant):
+def _run_changed_forward(
+    changes, operands, call, wants_lse: bool, extras, keep_low: bool, variant, out=None
+):
     q, k, v = operands
+    if out is not None:
+        extras = (extras is not None and extras[0], out.dtype is torch.float32)
     factor, call = _changed_scale(changes, q, call)
     if factor is not None:
         q = q * factor
@@ -211,10 +231,13 @@ def _run_changed_forward(changes, operands, call, wants_lse: bool, extras, keep_
     )
     if o_low is not None:
         o_low = _unpadded(o_low, v.shape[-1])
+    if out is not None:
+        log.debug("copies out, which has the padding of head dims left out")
+        return out.copy_(o[..., : v.shape[-1]]), lse, o_low, max_logit
     return _unpadded(o, v.shape[-1]), lse, o_low, max_logit
 
 
-def _run_changed_backward(changes, operands, o_low, call, deterministic: bool, variant):
+def _run_changed_backward(changes, operands, o_low, call, deterministic: bool, variant, into):
     q, k, v, grad_o, o, lse, grad_lse = operands
     factor, call = _changed_scale(changes, q, call)
     changed_q = q if factor is None else q * factor
@@ -224,7 +247,10 @@ def _run_changed_backward(changes, operands, o_low, call, deterministic: bool, v
     grad_q, grad_k, grad_v = (
         _unpadded(x, like.shape[-1]) for x, like in zip(grads, (q, k, v), strict=True)
     )
-    return grad_q if factor is None else grad_q * factor, grad_k, grad_v
+    grads = (grad_q if factor is None else grad_q * factor, grad_k, grad_v)
+    if into is None:
+        return grads
+    return tuple(to.copy_(x) for to, x in zip(into, grads, strict=True))
 
 
 def _new_gradient(x: Tensor) -> Tensor:
@@ -234,16 +260,33 @@ def _new_gradient(x: Tensor) -> Tensor:
 
 
 def run_backward(
-    grad_o, grad_lse, q, k, v, o, o_low, lse, call: _C.Call, deterministic: bool, variant=()
+    grad_o,
+    grad_lse,
+    q,
+    k,
+    v,
+    o,
+    o_low,
+    lse,
+    call: _C.Call,
+    deterministic: bool,
+    variant=(),
+    into=None,
 ):
-    """``variant``: nothing, or the readable variant and where the gradients of its slopes, sinks
-    and bias go, None for those that are not wanted."""
+    """The gradients of q, k and v.
+
+    ``variant``: nothing, or the readable variant and where the gradients of its slopes, sinks and
+    bias go, None for those that are not wanted. ``into``: the gradients themselves, of the dtype of
+    q, in any strides that do not overlap, the last one 1.
+    """
     o_low = _readable_low(o_low)
     call = final_call(q, call)
     if not THREADS_FOLLOW:
         _C.set_cpu_threads(torch.get_num_threads())
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    grads = (_new_gradient(q), _new_gradient(k), _new_gradient(v))
+    grads = into
+    if grads is None:
+        grads = (_new_gradient(q), _new_gradient(k), _new_gradient(v))
     copies = _C.backward(
         grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic, *variant
     )
@@ -252,7 +295,9 @@ def run_backward(
         operands = [q, k, v, grad_o, o, lse, grad_lse]
         while copies:
             if copies >= PAD_HEAD_DIMS:
-                return _run_changed_backward(copies, operands, o_low, call, deterministic, variant)
+                return _run_changed_backward(
+                    copies, operands, o_low, call, deterministic, variant, into
+                )
             copy_operands(copies, operands, names)
             q, k, v, grad_o, o, lse, grad_lse = operands
             copies = _C.backward(

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 from pantile import _C
 from pantile._arguments import check_flags, flag, shown
 from pantile._attention import (
-    _DENSE,
-    _PACKED_BY_NAME,
+    DENSE,
+    PACKED_BY_NAME,
     _engine,
     _fp8_ops,
-    _make_call,
     _require_torch,
-    _torch_serves,
     _variant_engine,
+    make_call,
     packing_of,
+    refuse_places_in_fp8,
 )
 from pantile._explain import (
     Explanation,
@@ -54,10 +54,10 @@ def _describe(q, k, v, lengths: tuple, longest: tuple, mask: tuple, options: Opt
     """Engine, operands and call of dense or packed tensors; ``mask``: causal, window, scale."""
     if lengths[0] is None and lengths[1] is None:
         require_no_lengths(lengths, longest)
-        packing = _DENSE
+        packing = DENSE
     else:
         packing = packing_of(q, k, lengths, longest)
-    call = _make_call(packing, *mask, options, lse)
+    call = make_call(packing, *mask, options, lse)
     engine = _engine(q)
     operands = engine.prepare(q, k, v, lengths)
     return engine, operands, engine.final_call(q, call)
@@ -69,11 +69,11 @@ def _variant_of(engine, q, change: tuple):
     return None if resolved is None else _variant_engine(engine).explained_variant(resolved[0], q)
 
 
-def explain_torch(q, call, change, options: Options, flags, packed: bool) -> Explanation | None:
+def explain_torch(q, call, change, options: Options, asked: tuple) -> Explanation | None:
     """Of a call that torch's own attention serves; None: the table of kernels does."""
     reason = ""
     try:
-        if not _torch_serves(q, call, change, options, flags, packed):
+        if not torch_serves(q, call, change, options, asked):
             return None
     except _C.UnsupportedError as error:
         reason = str(error)
@@ -93,6 +93,9 @@ def explain(
     *extra: Any,
     seqused_q: Lengths | None = None,
     seqused_k: Lengths | None = None,
+    k_begin: Lengths | None = None,
+    mask_shift: Lengths | None = None,
+    block_table: Lengths | None = None,
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
@@ -121,26 +124,28 @@ def explain(
         the answer says why.
     """
     if extra or foreign:
-        refuse("explain", extra, foreign, (*_PACKED_BY_NAME, "verbose"))
+        refuse("explain", extra, foreign, (*PACKED_BY_NAME, "verbose"))
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     check_flags(return_lse, return_max_logit, deterministic)
     flag("verbose", verbose)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    lengths = (
+        *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
+        *(k_begin, mask_shift, block_table),
+    )
     longest = (max_seqlen_q, max_seqlen_k)
     engine, operands, call = _describe(
         q, k, v, lengths, longest, (causal, window, scale), options, return_lse
     )
     change = (softcap, alibi, bias, sinks, dropout, mask)
-    flags = return_lse, return_max_logit, deterministic
-    if options.backend == "torch" and (
-        answer := explain_torch(q, call, change, options, flags, lengths[0] is not None)
-    ):
+    asked = return_lse, return_max_logit, deterministic
+    if options.backend == "torch" and (answer := explain_torch(q, call, change, options, asked)):
         return answer
     if not options.fp8:
         extras = extras_of(return_max_logit, options)
         variant = _variant_of(engine, q, change)
         return explain_call(operands, call, deterministic, extras, verbose, variant)
     refuse_in_fp8(change)
+    refuse_places_in_fp8(call)
     refuse_extras(return_max_logit, options)
     _require_torch(engine)
     rounded = _fp8_ops().like_backward(operands)
@@ -159,6 +164,9 @@ def compile(  # noqa: A001 (read as pantile.compile)
     *extra: Any,
     seqused_q: Lengths | None = None,
     seqused_k: Lengths | None = None,
+    k_begin: Lengths | None = None,
+    mask_shift: Lengths | None = None,
+    block_table: Lengths | None = None,
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
@@ -191,23 +199,25 @@ def compile(  # noqa: A001 (read as pantile.compile)
         RuntimeError: there is no compiler, or it failed; the message says where it was looked for.
     """
     if extra or foreign:
-        refuse("compile", extra, foreign, (*_PACKED_BY_NAME, "backward"))
+        refuse("compile", extra, foreign, (*PACKED_BY_NAME, "backward"))
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     check_flags(return_lse, return_max_logit, deterministic)
     flag("backward", backward)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    lengths = (
+        *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
+        *(k_begin, mask_shift, block_table),
+    )
     longest = (max_seqlen_q, max_seqlen_k)
     engine, operands, call = _describe(
         q, k, v, lengths, longest, (causal, window, scale), options, return_lse
     )
     change = (softcap, alibi, bias, sinks, dropout, mask)
-    flags = return_lse, return_max_logit, deterministic
-    if options.backend == "torch" and _torch_serves(
-        q, call, change, options, flags, lengths[0] is not None
-    ):
+    asked = return_lse, return_max_logit, deterministic
+    if options.backend == "torch" and torch_serves(q, call, change, options, asked):
         return  # torch compiles nothing beforehand
     if options.fp8:
         refuse_in_fp8(change)
+        refuse_places_in_fp8(call)
         return
     max_logit, output_f32 = extras_of(return_max_logit, options) or (False, False)
     variant = _variant_of(engine, q, change)

@@ -36,6 +36,9 @@ _ROWS = {  # of tensors by name; dense ones have a batch axis before these
     "cu_seqlens_k": ("sequences",),
     "seqused_q": ("sequences",),
     "seqused_k": ("sequences",),
+    "k_begin": ("sequences",),
+    "mask_shift": ("sequences",),
+    "block_table": ("sequences", "table pages"),
     "o": ("rows", "heads", "head_dim_v"),
     "o_low": ("rows", "heads", "head_dim_v"),
     "grad_o": ("rows", "heads", "head_dim_v"),
@@ -94,6 +97,7 @@ class _Sizes:
 
     def __init__(self, tensors: dict[str, Tensor | None], packed: bool) -> None:
         self._batch_axis = () if packed else ("batch",)
+        self._paged = tensors.get("block_table") is not None
         self.unknown = {
             axis
             for name, x in tensors.items()
@@ -104,7 +108,9 @@ class _Sizes:
 
     def _axes(self, name: str) -> tuple[str, ...]:
         axes = _ROWS[name]
-        return axes if axes == ("sequences",) else self._batch_axis + axes
+        if self._paged and name in ("k", "v"):
+            return ("pages", "slots", *axes[1:])
+        return axes if axes[0] == "sequences" else self._batch_axis + axes
 
     def of(self, name: str, shape) -> tuple[int, ...]:
         axes = self._axes(name)

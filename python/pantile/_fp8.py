@@ -15,6 +15,7 @@ from pantile._explain_calls import require_no_lengths
 from pantile._foreign import refuse
 from pantile._options import DEFAULT_OPTIONS, Options, quantize_backend, resolve_options
 from pantile._quantized import Quantized
+from pantile._schema import NO_PLACES
 
 if TYPE_CHECKING:
     from pantile._types import Tensor
@@ -124,7 +125,7 @@ def quantize(
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     block = _rows("block", block, _BLOCKS)
     block_q = block if block_q is None else _rows("block_q", block_q, _BLOCKS_Q)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *NO_PLACES)
     longest = (max_seqlen_q, max_seqlen_k)
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"

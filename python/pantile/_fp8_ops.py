@@ -413,7 +413,7 @@ def quantize(q, k, v, packing: tuple, backend: str, descales, format_: tuple) ->
 
     None for one of the last two is its default.
     """
-    lengths, longest = packing[:4], packing[4:]
+    lengths, longest = packing[:-2], packing[-2:]
     block_q, block_k, hadamard, smooth_k = format_
     _ops.prepare(q, k, v, lengths)
     q, k, v = _autocast((q, k, v))

@@ -44,9 +44,13 @@ def _clamped_sum(rows: int, start: int, limit: int) -> int:
     return ramp * (start + below) + ramp * (ramp - 1) // 2 + (rows - first_full) * limit
 
 
-def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int) -> int:
-    """How many (row, key) pairs the mask lets through."""
-    shift = seqlen_k - seqlen_q
+def visible_pairs(
+    seqlen_q: int, seqlen_k: int, left: int, right: int, shift: int | None = None
+) -> int:
+    """How many (row, key) pairs the mask lets through. Row i sits at key i + ``shift``; None: the
+    last row at the last key."""
+    if shift is None:
+        shift = seqlen_k - seqlen_q
     if right == UNBOUNDED:
         ends = seqlen_q * seqlen_k
     else:

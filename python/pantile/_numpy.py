@@ -128,15 +128,48 @@ def variant_attention(
     )
 
 
-def attention(q, k, v, call: _C.Call, deterministic, checked, return_lse, extras, variant=None):
+def attention_into(
+    q, k, v, out, call: _C.Call, variant, dropout, deterministic, checked, return_lse, extras
+):
+    """Into ``out``, with a variant and the dropout that asks for a seed, or None twice."""
+    check_plain("out", out)
+    _check("out", out)
+    if not out.flags.writeable:
+        raise ValueError("out is read-only; it is written")
+    if out.dtype not in (q.dtype, np.float32):
+        raise TypeError(
+            f"out has dtype {out.dtype}; it must have the dtype of q, {q.dtype}, or be float32"
+        )
+    if extras is not None and extras[1] and out.dtype != np.float32:
+        raise ValueError(
+            f"output_dtype is float32, and out has dtype {out.dtype}; leave output_dtype out, the "
+            "dtype of out decides"
+        )
+    if any(stride % out.itemsize for stride in out.strides) or not out.flags.aligned:
+        raise ValueError(
+            f"out has strides of {out.strides} bytes; each must be a multiple of its element size"
+        )
+    if variant is not None:
+        if dropout is not None:
+            variant = variant._replace(dropout_seed=_seed_of(dropout))
+        variant = _raw_variant(variant)
+    return attention(q, k, v, call, deterministic, checked, return_lse, extras, variant, out)
+
+
+def attention(
+    q, k, v, call: _C.Call, deterministic, checked, return_lse, extras, variant=None, out=None
+):
     """Same arguments as pantile._ops.attention; host arrays are always checked."""
     operands = prepare(q, k, v, lengths_of(call))
     packed = call.packed
-    if q.ndim != (3 if packed else 4) or v.ndim != q.ndim:
+    rank = 3 if packed else 4
+    if q.ndim != rank or v.ndim != (rank if call.block_table is None else 4):
         _C.explain(*operands, call, deterministic)  # raises: names the argument and its rank
     *rows, _ = q.shape
     wants_max_logit, output_f32 = extras or (False, False)
-    o = np.empty((*rows, v.shape[-1]), dtype=np.float32 if output_f32 else q.dtype)
+    o = out
+    if o is None:
+        o = np.empty((*rows, v.shape[-1]), dtype=np.float32 if output_f32 else q.dtype)
     lse = max_logit = None
     if return_lse:
         lse = np.empty((*rows[:-2], rows[-1], rows[-2]), dtype=np.float32)

@@ -106,12 +106,16 @@ def _new_fake(q, v, keep_low, dtype):
     return o, q.new_empty(lse_shape(q.shape), dtype=torch.float32), o_low
 
 
+def new_max_logit(a) -> Tensor:
+    """``a``: the arguments of an operator that may want it."""
+    rows = batch_of(a.q, a.call) if a.max_logit else 0
+    return a.q.new_empty((rows, a.q.shape[-2]), dtype=torch.float32)
+
+
 def new_fake_extra(a):
     """With max_logit; ``a``: the arguments of an operator that may want it, or a float32 o."""
-    rows = batch_of(a.q, a.call) if a.max_logit else 0
-    max_logit = a.q.new_empty((rows, a.q.shape[-2]), dtype=torch.float32)
     dtype = torch.float32 if a.output_f32 else a.q.dtype
-    return *_new_fake(a.q, a.v, a.keep_low, dtype), max_logit
+    return *_new_fake(a.q, a.v, a.keep_low, dtype), new_max_logit(a)
 
 
 @torch.library.register_fake("pantile::forward", lib=_library)
@@ -420,15 +424,19 @@ def visible_pairs_of_call(batch, rows, keys, call) -> int:
     their lengths; where these have no contents that can be read (fake, meta and wrapped tensors),
     as if all were the longest.
     """
-    cu_seqlens = call.cu_seqlens_q, call.cu_seqlens_k
+    placed = call.cu_seqlens_q is not None and call.cu_seqlens_k is None  # ranges or pages
+    keys_of = call.seqused_k if placed else call.cu_seqlens_k
     window = call.window_left, call.window_right
     if call.cu_seqlens_q is None:
         return batch * visible_pairs(rows, keys, *window)
-    if not all(is_plain(x) for x in cu_seqlens):
-        sequences = call.cu_seqlens_q.shape[0] - 1
+    sequences = call.cu_seqlens_q.shape[0] - 1
+    if not all(is_plain(x) for x in present((call.cu_seqlens_q, keys_of, call.mask_shift))):
         return sequences * visible_pairs(call.max_seqlen_q, call.max_seqlen_k, *window)
-    lengths = zip(*(x.diff().tolist() for x in cu_seqlens), strict=True)
-    return sum(visible_pairs(sq, sk, *window) for sq, sk in lengths)
+    lengths_q = call.cu_seqlens_q.diff().tolist()
+    lengths_k = (keys_of if placed else keys_of.diff()).tolist()
+    shifts = [None] * sequences if call.mask_shift is None else call.mask_shift.tolist()
+    lengths = zip(lengths_q, lengths_k, shifts, strict=True)
+    return sum(visible_pairs(sq, sk, *window, shift) for sq, sk, shift in lengths)
 
 
 def _pairs(a) -> int:

@@ -36,7 +36,7 @@ class Quantized:
     hadamard: bool
     smooth_k: bool
     dtype: torch.dtype  # of the attention's output
-    lengths: tuple[Any, ...] = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    lengths: tuple[Any, ...] = (None,) * 7  # pantile._schema.LENGTHS of a call
     longest: tuple[int, int] = (0, 0)  # max_seqlen_q, max_seqlen_k
     # q, k and v where they require a gradient: the backward works on them, not on the codes.
     source: tuple[Any, ...] = field(default=(None, None, None), repr=False)

@@ -25,6 +25,9 @@ CALL_FIELDS = (
     Field("cu_seqlens_k", "Tensor?", None),
     Field("seqused_q", "Tensor?", None),
     Field("seqused_k", "Tensor?", None),
+    Field("k_begin", "Tensor?", None),
+    Field("mask_shift", "Tensor?", None),
+    Field("block_table", "Tensor?", None),
     Field("max_seqlen_q", "SymInt", 0),
     Field("max_seqlen_k", "SymInt", 0),
     Field("scale", "float?", None),  # None: head_dim ** -0.5
@@ -45,20 +48,22 @@ CALL_FIELDS = (
     Field("exact_lse", "bool", False),  # of the fp32 weights, because the caller gets it
 )
 NAMES = tuple(field.name for field in CALL_FIELDS)
-LENGTHS = NAMES[:4]  # the tensors
-PACKING = NAMES[:6]
+LENGTHS = NAMES[:7]  # the tensors
+PACKING = NAMES[:9]
 OPTIONS = NAMES[NAMES.index("backend") :]
 
 # A call in Python, of any values: the symbols of a traced program, too. What goes to the bindings
 # is _C.Call, with the same fields; both unpack in the order of the list and have _replace().
 Call = namedtuple("Call", NAMES, defaults=[field.default for field in CALL_FIELDS])
 
+NO_PLACES = (None,) * 3  # k_begin, mask_shift and block_table of a call without them
 NO_LENGTHS = dict.fromkeys(LENGTHS)
 
 
 def lengths_of(call: Any) -> tuple:
-    """cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k."""
-    return call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
+    """The values of LENGTHS."""
+    lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
+    return *lengths, call.k_begin, call.mask_shift, call.block_table
 
 
 def _fields_of(text: str) -> list[Field]:
@@ -134,6 +139,13 @@ FORWARD_VARIANT = Signature(
     f"{VARIANT_NUMBERS}, bool deterministic, bool checked, bool keep_low, bool max_logit, "
     "bool output_f32",
     "Tensor o, Tensor lse, Tensor o_low, Tensor max_logit",
+)
+# With or without a variant, into a tensor of the caller.
+FORWARD_OUT = Signature(
+    "forward_out",
+    f"Tensor q, Tensor k, Tensor v, Tensor(a!) out, {VARIANT_TENSORS}",
+    f"{VARIANT_NUMBERS}, bool checked, bool max_logit",
+    "Tensor lse, Tensor max_logit",
 )
 # Gradients that are not wanted are [0].
 BACKWARD_VARIANT = Signature(

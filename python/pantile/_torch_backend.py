@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from pantile import _C
 from pantile._arguments import shown
 from pantile._masks import UNBOUNDED
+from pantile._schema import LENGTHS
 from pantile._variants import BlockMask, Documents, Dropout, resolve_variant
 
 if TYPE_CHECKING:
@@ -24,9 +25,14 @@ def _refuse(text: str) -> None:
     raise _C.UnsupportedError(f"options.backend is torch: {text}")
 
 
-def require_served(call: Any, change: tuple, options: Options, flags: tuple, packed: bool) -> None:
+def require_served(call: Any, change: tuple, options: Options, asked: tuple, out: Any) -> None:
     """Raises where torch has no such attention. ``change``: the values of
-    pantile._variants.NAMES; ``flags``: return_lse, return_max_logit, deterministic."""
+    pantile._variants.NAMES; ``asked``: return_lse, return_max_logit, deterministic."""
+    if out is not None:
+        _refuse("out is given; torch returns a tensor of its own")
+    for name in LENGTHS[4:]:
+        if getattr(call, name) is not None:
+            _refuse(f"{name} is given; torch has none")
     softcap, alibi, bias, sinks, dropout, mask = change
     resolve_variant(*change)  # for its errors
     for name, value in (("softcap", softcap or None), ("alibi", alibi), ("sinks", sinks)):
@@ -39,12 +45,13 @@ def require_served(call: Any, change: tuple, options: Options, flags: tuple, pac
         _refuse(f"mask is a pantile.{type(mask).__name__}; torch takes a bool tensor")
     if mask is not None and bias is not None:
         _refuse("mask and bias are set; torch takes one of them")
+    packed = call.cu_seqlens_q is not None
     if (mask is not None or bias is not None) and (right == 0 or packed):
         name = "bias" if mask is None else "mask"
         beside = "varlen_attention" if packed else "causal"
         _refuse(f"{name} is set; torch takes none with {beside}")
     _require_torch_dropout(dropout)
-    _require_torch_options(options, *flags)
+    _require_torch_options(options, *asked)
 
 
 def _require_torch_dropout(dropout: Any) -> None:
@@ -124,7 +131,10 @@ def _rate(dropout: Any) -> float:
 
 
 def attention(q, k, v, call: Any, change: tuple):
-    """As :func:`pantile.attention`, of a call that :func:`require_served` lets through."""
+    """As :func:`pantile.attention` and :func:`pantile.varlen_attention`, of a call that
+    :func:`require_served` lets through."""
+    if call.cu_seqlens_q is not None:
+        return _packed(q, k, v, call, change)
     _check_shapes(q, k, v, 4)
     _, _, bias, _, dropout, mask = change
     seen = bias if mask is None else mask
@@ -139,9 +149,9 @@ def attention(q, k, v, call: Any, change: tuple):
     return o.transpose(1, 2).contiguous()
 
 
-def varlen_attention(q, k, v, lengths: tuple, call: Any, change: tuple):
-    """As :func:`pantile.varlen_attention`, sequence by sequence: it reads the lengths, for which a
-    GPU is waited for. ``lengths``: cu_seqlens and seqused of queries and keys."""
+def _packed(q, k, v, call: Any, change: tuple):
+    """Sequence by sequence: it reads the lengths, for which a GPU is waited for."""
+    lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
     _check_shapes(q, k, v, 3)
     begins_q, begins_k = (x.tolist() for x in lengths[:2])
     used_q, used_k = (None if x is None else x.tolist() for x in lengths[2:])

@@ -39,8 +39,12 @@ class Choices(QuantizedChoices, Generic[Array], total=False):
     sinks: Array | None
     dropout: float | Dropout | None
     mask: Mask | None
+    out: Array | None
 
 
 class PackedChoices(Choices[Array], total=False):
     seqused_q: Lengths | None
     seqused_k: Lengths | None
+    k_begin: Lengths | None
+    mask_shift: Lengths | None
+    block_table: Lengths | None

@@ -375,12 +375,17 @@ def explained_variant(variant: Variant, q: Tensor) -> Variant:
     return readable_variant(_with_all_axes(_checked(variant, q)))
 
 
+def seeded_variant(variant: Variant, dropout, q: Tensor) -> Variant:
+    """As the operators take it. ``dropout`` asks for a seed, or is None."""
+    if dropout is not None:
+        variant = variant._replace(dropout_seed=_seed_of(dropout, q))
+    return _with_all_axes(variant)
+
+
 def variant_attention(q, k, v, call, variant, dropout, deterministic, checked, return_lse, extras):
     """As _ops.attention. ``dropout`` asks for a seed, or is None."""
     extras = extras or (False, False)
-    if dropout is not None:
-        variant = variant._replace(dropout_seed=_seed_of(dropout, q))
-    variant = _with_all_axes(variant)
+    variant = seeded_variant(variant, dropout, q)
     tensors = variant[:_COUNT]
     if type(call) is _C.Call and nothing_watches(
         (q, k, v, *present(tensors), *present(lengths_of(call)))

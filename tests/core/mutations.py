@@ -153,8 +153,8 @@ LISTED = {
     "geometry.h": [
         (
             "Geometry.RowsSeeExactlyTheKeysOfTheDefinition",
-            "int shift() const { return keys - rows; }",
-            "int shift() const { return 0; }",
+            "int shift() const { return keys - rows + moved; }",
+            "int shift() const { return moved; }",
         ),
         (
             "Geometry.RowsSeeExactlyTheKeysOfTheDefinition",

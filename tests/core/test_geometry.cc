@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -20,6 +21,7 @@ using pantile::core::Span;
 using pantile::core::TilePlan;
 using pantile::core::visible_keys;
 using pantile::core::visible_rows;
+using pantile::core::with_shift;
 
 using Bits = std::uint32_t;
 
@@ -249,6 +251,37 @@ TEST(Geometry, NegativeWindowsAreUnboundedOnTheirOwnSideOnly) {
   EXPECT_EQ(right.right, kNoBound);
   EXPECT_EQ(make_mask(2, 7, -1, 0).shift(), 5);
   EXPECT_EQ(make_mask(7, 2, -1, 0).shift(), -5);
+}
+
+// The shift of the caller: visibility by its definition, and tiles that miss and claim nothing.
+TEST(Geometry, AnyShiftIsTheOneGiven) {
+  const int rows = 7, keys = 9, tile = 3;
+  for (int shift = -20; shift <= 20; ++shift) {
+    for (const int left : {0, 2, kNoBound}) {
+      for (const int right : {0, 3, kNoBound}) {
+        const Mask mask = with_shift(Mask{rows, keys, left, right}, shift);
+        ASSERT_EQ(mask.shift(), shift);
+        for (int first = 0; first < rows; first += 2) {
+          const Span span{first, std::min(first + 2, rows)};
+          const auto plan = plan_row_tile(mask, span, tile);
+          for (int key = 0; key < keys; ++key) {
+            bool any = false, all = true;
+            for (int row = span.begin; row < span.end; ++row) {
+              const bool seen = row + shift - left <= key && key <= row + shift + right;
+              ASSERT_EQ(is_visible(mask, row, key), seen) << shift << " " << row << " " << key;
+              any = any || seen;
+              all = all && seen;
+            }
+            const int number = key / tile;
+            ASSERT_TRUE(!any || (number >= plan.visit.begin && number < plan.visit.end));
+            ASSERT_TRUE(all || !(number >= plan.full.begin && number < plan.full.end));
+          }
+        }
+      }
+    }
+  }
+  EXPECT_EQ(with_shift(Mask{5, 9, 0, 0}, 1 << 30).shift(), kNoBound);
+  EXPECT_EQ(with_shift(Mask{5, 9, 0, 0}, -(1 << 30)).shift(), -kNoBound);
 }
 
 }  // namespace

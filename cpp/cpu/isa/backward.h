@@ -73,7 +73,7 @@ inline void prepare(const BackwardJob& job, int item) {
     return;
   }
   const core::TilePlan plan =
-      core::plan_row_tile(mask_of(job, q.length, k.length), rows, job.item_keys);
+      core::plan_row_tile(mask_of(job, work.batch, q.length, k.length), rows, job.item_keys);
   const std::int64_t number = tile_number(job, work.batch, work.head, work.tile);
   if (plan.visit.empty()) {
     clear_rows(job.dtype, job.grad_q, work.batch, work.head, rows, job.dim);
@@ -265,6 +265,45 @@ inline void write_keys(const BackwardJob& job, const KeyBlock& block, const Oper
   });
 }
 
+// Stage 3 where sequences share keys: adds to what earlier sequences have left.
+inline void add_keys(const BackwardJob& job, const KeyBlock& block, const float* sums, int dim,
+                     float scale, float* shared) {
+  const int width = padded(dim);
+  const std::int64_t first = locate(job.k.side, block.batch).row + block.keys.begin;
+  float* to = shared + (block.key_head * job.total_k + first) * dim;
+  for (int i = 0; i < block.keys.size(); ++i, to += dim) {
+    for (int d = 0; d < dim; d += kLanes) {
+      write_row<F32>(to, d, dim,
+                     read_row<F32>(to, d, dim) + load(sums + i * width + d) * splat(scale));
+    }
+  }
+}
+
+// Rows of one head of a shared sum, to the gradient.
+inline void write_shared_rows(const BackwardJob& job, const Operand& operand, const float* shared,
+                              int head, std::int64_t begin, std::int64_t end, int dim) {
+  with_element(job.dtype, [&](auto element) {
+    using Element = decltype(element);
+    auto* out = static_cast<typename Element::Raw*>(operand.data) + head * operand.head_stride;
+    for (std::int64_t row = begin; row < end; ++row) {
+      const float* from = shared + (head * job.total_k + row) * dim;
+      for (int d = 0; d < dim; d += kLanes) {
+        write_row<Element>(out + row * operand.side.seq_stride, d, dim,
+                           read_row<F32>(from, d, dim));
+      }
+    }
+  });
+}
+
+inline void write_shared_keys(const BackwardJob& job, int item) {
+  const auto blocks = static_cast<int>(core::ceil_div<std::int64_t>(job.total_k, kSharedRows));
+  const int head = item / blocks;
+  const std::int64_t begin = std::int64_t{item % blocks} * kSharedRows;
+  const std::int64_t end = core::min_of<std::int64_t>(begin + kSharedRows, job.total_k);
+  write_shared_rows(job, job.grad_k, job.shared_grad_k, head, begin, end, job.dim);
+  write_shared_rows(job, job.grad_v, job.shared_grad_v, head, begin, end, job.dim_v);
+}
+
 // Stage 1. True when K holds values that are not finite.
 template <class Math>
 inline bool pack_keys(const BackwardJob& job, const Rows& k, const Rows& v,
@@ -301,12 +340,14 @@ inline void stream_rows(const BackwardJob& job, const KeyBlock& block,
 
 template <class Math>
 void backward(const BackwardJob& job, int item, void* memory) {
-  const core::WorkTile work = job.key_order.tile(item);
+  core::WorkTile work = job.key_order.tile(item);
+  work.batch += job.first_batch;
   const Extent q = extent_of(job.q.side, work.batch);
   const Extent k = extent_of(job.k.side, work.batch);
   const int begin = work.tile * job.item_keys;
   const int end = core::min_of(begin + job.item_keys, k.room);
-  const KeyBlock block{work.batch, work.head, work.tile, mask_of(job, q.length, k.length),
+  const KeyBlock block{work.batch, work.head, work.tile,
+                       mask_of(job, work.batch, q.length, k.length),
                        Span{begin, core::min_of(end, k.length)}};
   if (!block.keys.empty()) {
     const BackwardScratch scratch = backward_scratch(job, memory);
@@ -314,8 +355,13 @@ void backward(const BackwardJob& job, int item, void* memory) {
     fill(scratch.grad_keys, touched * padded(job.dim), 0.0f);
     fill(scratch.grad_values, touched * padded(job.dim_v), 0.0f);
     stream_rows<Math>(job, block, scratch);
-    write_keys(job, block, job.grad_k, scratch.grad_keys, job.dim, job.scale);
-    write_keys(job, block, job.grad_v, scratch.grad_values, job.dim_v, 1.0f);
+    if (job.shared_grad_k != nullptr) {
+      add_keys(job, block, scratch.grad_keys, job.dim, job.scale, job.shared_grad_k);
+      add_keys(job, block, scratch.grad_values, job.dim_v, 1.0f, job.shared_grad_v);
+    } else {
+      write_keys(job, block, job.grad_k, scratch.grad_keys, job.dim, job.scale);
+      write_keys(job, block, job.grad_v, scratch.grad_values, job.dim_v, 1.0f);
+    }
   }
   const Span unused{core::max_of(begin, k.length), end};
   clear_rows(job.dtype, job.grad_k, work.batch, work.head, unused, job.dim);

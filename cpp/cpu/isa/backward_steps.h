@@ -138,7 +138,7 @@ class VariantChange {
         slopes_(slopes),
         shown_(masked ? scratch.shown : nullptr),
         sums_distances_(job.variant_gradients.alibi_slopes != nullptr),
-        first_distance_(tile.rows.begin + mask.keys - mask.rows - subtile.keys.begin) {
+        first_distance_(tile.rows.begin + mask.shift() - subtile.keys.begin) {
     if (dropped_ > 0) {
       const Span keys{subtile.keys.begin, subtile.keys.begin + subtile.vectors * kLanes};
       random_ = random_bytes<false>(job.variant, batch, tile.head, tile.rows, keys, scratch.random);

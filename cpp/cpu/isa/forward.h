@@ -333,7 +333,7 @@ inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
   }
   for (int k = seen.begin / kForwardKeys; k * kForwardKeys < seen.end; ++k) {
     const Span keys{k * kForwardKeys, core::min_of((k + 1) * kForwardKeys, block.mask.keys)};
-    const Rows values = rows_of(job.dtype, job.v, block.batch, key_head, keys, job.dim_v);
+    Rows values{};
     bool packed = false;
     bool dropped = false;
     for (int t = 0; t < row_tiles; ++t) {
@@ -348,8 +348,10 @@ inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
         continue;
       }
       if (!packed) {
+        values = key_rows(job, job.v, block.batch, key_head, keys, job.dim_v, scratch.paged_values);
         pack_rows(Math(), static_cast<Item*>(scratch.keys),
-                  rows_of(job.dtype, job.k, block.batch, key_head, keys, job.dim), kForwardKeys);
+                  key_rows(job, job.k, block.batch, key_head, keys, job.dim, scratch.paged_keys),
+                  kForwardKeys);
         dropped = pack_summed(Math(), static_cast<Item*>(scratch.values), values);
         packed = true;
       }
@@ -370,7 +372,8 @@ void forward(const ForwardJob& job, int item, void* memory) {
   const Span rows{begin, core::min_of(end, q.length)};
   if (!rows.empty()) {
     const ForwardScratch scratch = forward_scratch(job, memory);
-    const ForwardBlock block{work.batch, work.head, mask_of(job, q.length, k.length), rows};
+    const ForwardBlock block{work.batch, work.head, mask_of(job, work.batch, q.length, k.length),
+                             rows};
     const int touched = touched_rows(rows.size());
     fill(scratch.row_max, touched, core::empty_softmax_state().max);
     fill(scratch.row_sum, touched, core::empty_softmax_state().sum);

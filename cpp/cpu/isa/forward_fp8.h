@@ -410,7 +410,7 @@ inline void forward_fp8(const Fp8ForwardJob& job, int item, void* memory) {
     Fp8Block block;
     block.batch = work.batch;
     block.head = work.head;
-    block.mask = mask_of(job, q.length, k.length);
+    block.mask = mask_of(job, work.batch, q.length, k.length);
     block.rows = rows;
     block.first_row_q = core::first_block(job.q.side, work.batch) * core::kBlockedRows;
     block.first_row_k = core::first_block(job.k.side, work.batch) * core::kBlockedRows;

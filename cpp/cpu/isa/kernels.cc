@@ -38,13 +38,17 @@ void run_bias_gradient(const BackwardJob& job, int item, void* scratch) {
   bias_gradient(job, item, scratch);
 }
 
+void run_write_shared_keys(const BackwardJob& job, int item, void*) {
+  write_shared_keys(job, item);
+}
+
 void run_forward_fp8(const Fp8ForwardJob& job, int item, void* scratch) {
   forward_fp8(job, item, scratch);
 }
 
 }  // namespace
 
-const KernelTable kKernels = {run_forward, run_prepare, run_backward, run_bias_gradient,
-                              run_forward_fp8};
+const KernelTable kKernels = {run_forward,       run_prepare,           run_backward,
+                              run_bias_gradient, run_write_shared_keys, run_forward_fp8};
 
 }  // namespace pantile::cpu::PANTILE_ISA

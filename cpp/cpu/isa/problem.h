@@ -11,43 +11,42 @@ using core::Span;
 
 constexpr float kHidden = -__builtin_huge_valf();  // score of a pair that the mask hides
 
-// Rows of a sequence: the first `length` take part, `room` are there to be written.
-struct Extent {
-  int length;
-  int room;
-};
-
-PANTILE_INLINE Extent extent_of(const core::SequenceSide& side, int batch) {
-  core::SequenceSide whole = side;
-  whole.seqused = nullptr;
-  const int room = core::max_of(core::locate_sequence(whole, batch).length, 0);
-  return Extent{core::clamp(core::locate_sequence(side, batch).length, 0, room), room};
-}
-
 // First element of a head of a sequence.
 template <class Element>
 PANTILE_INLINE typename Element::Raw* head_address(const Operand& operand, int batch, int head) {
-  return static_cast<typename Element::Raw*>(operand.data) +
-         core::locate_sequence(operand.side, batch).offset + head * operand.head_stride;
+  return static_cast<typename Element::Raw*>(operand.data) + locate(operand.side, batch).offset +
+         head * operand.head_stride;
 }
 
 PANTILE_INLINE Rows rows_of(DType dtype, const Operand& operand, int batch, int head, Span span,
                             int dim) {
-  const std::int64_t offset = core::locate_sequence(operand.side, batch).offset +
-                              head * operand.head_stride + span.begin * operand.side.seq_stride;
+  const std::int64_t offset = locate(operand.side, batch).offset + head * operand.head_stride +
+                              span.begin * operand.side.seq_stride;
   return Rows{static_cast<const char*>(operand.data) + offset * dtype_bytes(dtype),
               operand.side.seq_stride, span.size(), dim, dtype};
 }
 
-// LSE, dLSE and delta of a head of a sequence. `rows` are the queries.
-PANTILE_INLINE float* head_values(const RowValues& values, const core::SequenceSide& rows,
-                                  int batch, int head) {
-  const std::int64_t row = rows.cu_seqlens != nullptr ? core::locate_sequence(rows, batch).row : 0;
-  return values.data + batch * values.batch_stride + head * values.head_stride + row;
+// Rows of K or V. Those of pages are gathered in `to`, where the caller has room for them.
+PANTILE_INLINE Rows key_rows(const Job& job, const Operand& operand, int batch, int head, Span span,
+                             int dim, void* to) {
+  if (job.pages.table == nullptr) {
+    return rows_of(job.dtype, operand, batch, head, span, dim);
+  }
+  const std::int64_t bytes = dtype_bytes(job.dtype);
+  for (int key = span.begin; key < span.end; ++key) {
+    const std::int64_t offset =
+        job.pages.offset(operand.side, batch, key) + head * operand.head_stride;
+    __builtin_memcpy(static_cast<char*>(to) + (key - span.begin) * dim * bytes,
+                     static_cast<const char*>(operand.data) + offset * bytes,
+                     static_cast<std::size_t>(dim * bytes));
+  }
+  return Rows{to, dim, span.size(), dim, job.dtype};
 }
 
-PANTILE_INLINE core::Mask mask_of(const Job& job, int rows, int keys) {
-  return core::make_mask(rows, keys, job.window_left, job.window_right);
+// LSE, dLSE and delta of a head of a sequence. `rows` are the queries.
+PANTILE_INLINE float* head_values(const RowValues& values, const Side& rows, int batch, int head) {
+  const std::int64_t row = rows.cu_seqlens != nullptr ? locate(rows, batch).row : 0;
+  return values.data + batch * values.batch_stride + head * values.head_stride + row;
 }
 
 // Keys that some row of `rows` sees.

@@ -123,7 +123,7 @@ inline void change_columns(const VariantJob& variant, const core::Mask& mask, in
   }
   if (variant.slopes != nullptr) {
     const Floats slope = splat(alibi_slope(variant, batch, head));
-    const int shift = mask.keys - mask.rows;
+    const int shift = mask.shift();
     for (int j = 0; j < keys.size(); ++j) {
       for (int v = 0; v < vectors; ++v) {
         float* s = scores + j * ld + v * kLanes;
@@ -146,7 +146,7 @@ inline void change_rows(const VariantJob& variant, const core::Mask& mask, int b
   }
   if (variant.slopes != nullptr) {
     const Floats slope = splat(alibi_slope(variant, batch, head));
-    const int shift = mask.keys - mask.rows;
+    const int shift = mask.shift();
     for (int i = 0; i < rows.size(); ++i) {
       for (int v = 0; v < vectors; ++v) {
         float* s = scores + i * ld + v * kLanes;

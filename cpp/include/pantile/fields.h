@@ -86,7 +86,8 @@ constexpr void of_variant(V& variant, F&& f) {
 template <class P, class F>
 constexpr void of_forward(P& problem, F&& f) {
   auto& [dtype, batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, packed_q,
-         packed_k, total_q, total_k, has_seqused_q, has_seqused_k, window_left, window_right, scale,
+         packed_k, total_q, total_k, has_seqused_q, has_seqused_k, has_k_begin, page_size, pages,
+         max_pages, table_stride, has_mask_shift, window_left, window_right, scale,
          float32_precision, softmax, wants_lse, wants_max_logit, output_f32, wants_o_low, q, k, v,
          o, fp8, variant] = problem;
   f("", "dtype", dtype, Feature::none);
@@ -103,6 +104,12 @@ constexpr void of_forward(P& problem, F&& f) {
   f("", "total_k", total_k, Feature::none);
   f("", "has_seqused_q", has_seqused_q, Feature::seqused);
   f("", "has_seqused_k", has_seqused_k, Feature::seqused);
+  f("", "has_k_begin", has_k_begin, Feature::key_ranges);
+  f("", "page_size", page_size, Feature::paged);
+  f("", "pages", pages, Feature::none);
+  f("", "max_pages", max_pages, Feature::none);
+  f("", "table_stride", table_stride, Feature::none);
+  f("", "has_mask_shift", has_mask_shift, Feature::mask_shift);
   f("", "window_left", window_left, Feature::none);  // the row's MaskKind
   f("", "window_right", window_right, Feature::none);
   f("", "scale", scale, Feature::none);

@@ -97,9 +97,27 @@ struct ForwardProblem {
   bool has_seqused_q = false;
   bool has_seqused_k = false;
 
+  // Keys that do not lie one sequence after the other. Both forms need has_seqused_k: seqused_k[b]
+  // is the number of keys of sequence b, at most seqlen_k.
+  //
+  // has_k_begin: packed K and V (packed_k), without cu_seqlens_k. The keys of sequence b are the
+  // rows from k_begin[b] on. Ranges may overlap and leave rows out: the gradients of a row that
+  // several sequences see are summed, and those of a row that none sees are 0.
+  bool has_k_begin = false;
+  // page_size > 0: paged K and V, [pages, page_size, heads_k, dim], not packed; `batch` of their
+  // layouts is the distance of pages. Key j of sequence b is slot j % page_size of the page
+  // block_table[b][j / page_size]. Slots from seqused_k[b] on take no part, and entries behind the
+  // last page of a sequence are not read. Forward only.
+  std::int64_t page_size = 0;
+  std::int64_t pages = 0;
+  std::int64_t max_pages = 0;     // columns of block_table; seqlen_k <= max_pages * page_size
+  std::int64_t table_stride = 0;  // elements between its rows
+
   // Row i of a sequence with Sq rows and Sk keys sees key j when
-  //   i + (Sk - Sq) - window_left <= j <= i + (Sk - Sq) + window_right;   kUnbounded lifts a side.
-  // Causal is window_right = 0: bottom-right aligned.
+  //   i + shift - window_left <= j <= i + shift + window_right;   kUnbounded lifts a side.
+  // Causal is window_right = 0. The shift is Sk - Sq, bottom-right aligned, or with has_mask_shift
+  // mask_shift[b], from -(2^29 - 1) to 2^29 - 1.
+  bool has_mask_shift = false;
   std::int64_t window_left = kUnbounded;
   std::int64_t window_right = kUnbounded;
 
@@ -153,16 +171,21 @@ struct ForwardTensors {
   const std::int32_t* cu_seqlens_k = nullptr;  // [batch + 1], packed K only
   const std::int32_t* seqused_q = nullptr;     // [batch]
   const std::int32_t* seqused_k = nullptr;     // [batch]
+  const std::int32_t* k_begin = nullptr;       // [batch]; null unless has_k_begin
+  const std::int32_t* mask_shift = nullptr;    // [batch]; null unless has_mask_shift
+  const std::int32_t* block_table = nullptr;   // [batch, max_pages]; null unless page_size > 0
   Fp8Tensors fp8;                              // dtype e4m3 only
   VariantTensors variant;
 };
 
-// The mask of a canonical problem, in which a side that hides nothing is kUnbounded.
+// The mask of a canonical problem, in which a side that hides nothing is kUnbounded. Under a causal
+// mask the last query sees the last key, which a shift changes.
 constexpr MaskKind mask_kind(const ForwardProblem& problem) {
   return problem.window_left != kUnbounded    ? MaskKind::window
          : problem.window_right == kUnbounded ? MaskKind::full
-         : problem.window_right == 0          ? MaskKind::causal
-                                              : MaskKind::window;
+         : problem.window_right != 0          ? MaskKind::window
+         : problem.has_mask_shift             ? MaskKind::window
+                                              : MaskKind::causal;
 }
 
 // The dtype of O.

@@ -41,8 +41,11 @@ enum class Feature : std::uint8_t {
   block_mask,
   element_mask,
   documents,
+  key_ranges,  // keys that begin anywhere, each sequence's
+  mask_shift,  // a shift of the mask for each sequence
+  paged,       // keys in pages
 };
-inline constexpr int kFeatureCount = static_cast<int>(Feature::documents) + 1;
+inline constexpr int kFeatureCount = static_cast<int>(Feature::paged) + 1;
 
 class FeatureSet {
  public:
