@@ -64,6 +64,9 @@ function(pantile_read_kernels)
       set(_group ampere_f32)
     endif()
     list(APPEND _instances_${_group} ${_generated}/instances/${_file}.cu)
+    if(backend STREQUAL "hopper" AND NOT dtype STREQUAL "e4m3" AND NOT pass STREQUAL "quantize")
+      list(APPEND _instances_hopper ${PROJECT_SOURCE_DIR}/cuda/hopper/mask_lists.cu)
+    endif()
     if(pass STREQUAL "backward" AND NOT dtype STREQUAL "f32")
       list(APPEND _instances_${_group} ${PROJECT_SOURCE_DIR}/cuda/${backend}/row_kernels.cu)
     endif()
@@ -117,7 +120,7 @@ endfunction()
 pantile_read_kernels()
 target_sources(pantile PRIVATE
   cuda/hopper/forward/plan.cc cuda/hopper/backward/plan.cc cuda/hopper/fp8/plan.cc
-  cuda/hopper/requests.cc cuda/hopper/variant.cc cuda/ampere/requests.cc cuda/ampere/variant.cc
+  cuda/hopper/mask.cc cuda/hopper/requests.cc cuda/hopper/variant.cc cuda/ampere/requests.cc cuda/ampere/variant.cc
   cuda/ampere/forward/plan.cc cuda/ampere/backward/plan.cc)
 
 if(PANTILE_HAS_CUDA)

@@ -78,6 +78,9 @@ class TileOrder {
 
   PANTILE_HD constexpr int count() const { return count_; }
 
+  // Work ids of a whole section; those of one follow each other.
+  PANTILE_HD constexpr int section_items() const { return section_tiles_.divisor(); }
+
   // work is in [0, count).
   PANTILE_HD constexpr WorkTile tile(int work) const {
     const FastDivmod::Result section = section_tiles_.divmod(work);

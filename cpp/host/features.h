@@ -45,10 +45,10 @@ constexpr FeatureSet with_ranges(FeatureSet set) {
 // On a GPU sinks are in every such kernel, and the others are hooks of kernels that are compiled at
 // run time.
 inline constexpr FeatureSet forward_sinks = forward_16bit.with(Feature::sinks);
-inline constexpr FeatureSet forward_hooks = with_variants(forward_16bit);
+inline constexpr FeatureSet forward_hooks = with_masks(with_variants(forward_16bit));
 inline constexpr FeatureSet backward_sinks =
     backward_16bit.with(Feature::sinks).with(Feature::grad_sinks);
-inline constexpr FeatureSet backward_hooks = with_variant_gradients(backward_16bit);
+inline constexpr FeatureSet backward_hooks = with_masks(with_variant_gradients(backward_16bit));
 // Ampere has no hook for a bias.
 inline constexpr FeatureSet forward_ampere =
     forward_sinks.with(Feature::softcap).with(Feature::alibi).with(Feature::dropout);

@@ -33,8 +33,9 @@ struct GradHooks {
   bool dropout = false;
   bool grad_alibi = false;
   bool grad_bias = false;
+  bool lists = false;  // a mask beside the window: the walk is over lists of tiles
 
-  constexpr bool any() const { return softcap || alibi || bias || dropout; }
+  constexpr bool any() const { return softcap || alibi || bias || dropout || lists; }
   constexpr bool adds() const { return alibi || bias; }
   constexpr bool grads() const { return grad_alibi || grad_bias; }
 };

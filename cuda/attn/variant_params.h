@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "attn/tile_mask.h"
+
 namespace pantile::attn {
 
 // One struct for all variants; a kernel reads what its own needs. Distances in elements.
@@ -28,6 +30,10 @@ struct VariantParams {
   std::uint32_t dropout_add;         // 256 - dropped, in every byte
   float keep_scale;                  // 256 / (256 - dropped); 1 without dropout
   std::uint32_t batch_offset, head_offset, row_offset, key_offset;  // of the dropout mask
+
+  // A mask beside the window, and the lists of the tiles that it leaves.
+  MaskParams mask;
+  TileLists lists;
 
   // Backward: gradients that are wanted, else null. Of the slopes, the sums of every warp over
   // every tile of keys, [heads][key_tile_count][warps], zero before. Of the bias, fp32, zero

@@ -6,6 +6,7 @@
 #include "core/softmax_state.h"
 #include "hopper/backward/config.h"
 #include "hopper/forward/config.h"
+#include "hopper/mask.h"
 
 namespace pantile::hopper {
 namespace {
@@ -74,7 +75,15 @@ std::string forward_type(const KernelInfo& row, const VariantHooks& hooks) {
   if (hooks.dropout) {
     add("attn::Dropout<kTileK>");
   }
-  return type;
+  return type.empty() ? "attn::NoVariant" : type;
+}
+
+// The type of the walk: `listed` of the mask, or `plain`.
+std::string walk_type(const VariantHooks& hooks, const char* listed, const char* plain) {
+  return hooks.mask_forms == 0
+             ? plain
+             : std::string(listed) + "<attn::StoredMask<" + std::to_string(hooks.mask_forms) +
+                   ", " + text_of(hooks.mask_clauses) + ">>";
 }
 
 // The value of an attn::GradHooks.
@@ -95,6 +104,7 @@ std::string grad_hooks(const KernelInfo& row, const VariantHooks& hooks) {
   add(hooks.dropout, "dropout = true");
   add(hooks.grad_alibi, "grad_alibi = true");
   add(hooks.grad_bias, "grad_bias = true");
+  add(hooks.mask_forms != 0, "lists = true");
   return text;
 }
 
@@ -120,6 +130,8 @@ VariantHooks variant_hooks(const ForwardProblem& problem) {
   hooks.alibi = variant.has_alibi;
   hooks.bias = bias_form(problem);
   hooks.dropout = variant.dropout > 0;
+  hooks.mask_forms = mask_forms(variant);
+  hooks.mask_clauses = has_clauses(variant);
   return hooks;
 }
 
@@ -134,9 +146,17 @@ std::string variant_name(const VariantHooks& hooks) {
   const struct {
     bool on;
     const char* name;
-  } parts[] = {{hooks.softcap, "softcap"},       {hooks.bias != BiasForm::none, "bias"},
-               {hooks.alibi, "alibi"},           {hooks.dropout, "dropout"},
-               {hooks.grad_alibi, "grad_alibi"}, {hooks.grad_bias, "grad_bias"}};
+  } parts[] = {{hooks.softcap, "softcap"},
+               {hooks.bias != BiasForm::none, "bias"},
+               {hooks.alibi, "alibi"},
+               {hooks.dropout, "dropout"},
+               {(hooks.mask_forms & attn::kBlocksBit) != 0, "blocks"},
+               {(hooks.mask_forms & attn::kElementsBit) != 0, "elements"},
+               {(hooks.mask_forms & attn::kDocumentsBit) != 0, "documents"},
+               {(hooks.mask_forms & attn::kPrefixBit) != 0, "prefix"},
+               {hooks.mask_clauses, "clauses"},
+               {hooks.grad_alibi, "grad_alibi"},
+               {hooks.grad_bias, "grad_bias"}};
   std::string name;
   for (const auto& part : parts) {
     if (part.on) {
@@ -167,6 +187,10 @@ Status variant_rule(const BackwardProblem& problem) {
     return Status::error(kUnsupported,
                          "softcap is %g; this kernel has the gradient of the %s without it only",
                          static_cast<double>(variant.softcap), gradient);
+  }
+  if (problem.deterministic && mask_forms(variant) != 0) {
+    return Status::error(kUnsupported,
+                         "deterministic is true; this kernel has that without a mask only");
   }
   if (problem.wants_grad_bias && problem.deterministic && is_shared(problem.forward)) {
     return Status::error(kUnsupported,
@@ -215,7 +239,8 @@ jit::Request variant_request(const ForwardPlan& plan) {
       kVariantEntry + "(const __grid_constant__ ForwardMaps maps,\n" +
       "    const __grid_constant__ ForwardParams params,\n" +
       "    const __grid_constant__ attn::VariantParams variant) {\n" +
-      "  forward_body<Shape, kDType, Variant>(maps, params, variant);\n" + "}\n" + kClosing;
+      "  forward_body<Shape, kDType, Variant, " + walk_type(hooks, "ListWalk", "SpanWalk") +
+      ">(maps, params, variant);\n" + "}\n" + kClosing;
   return request;
 }
 
@@ -238,7 +263,8 @@ jit::Request variant_request(const BackwardPlan& plan) {
       "    const __grid_constant__ BackwardParams params,\n" +
       "    const __grid_constant__ attn::VariantParams variant) {\n" + "  " +
       (paired ? "paired" : "pipeline") + "_body<Config, MaskKind::" + mask_kind_name(row.mask) +
-      ", kSum, kHooks>(maps, params, variant);\n" + "}\n" + kClosing;
+      ", kSum, kHooks, " + walk_type(hooks, "ListRows", "SpanRows") +
+      ">(maps, params, variant);\n" + "}\n" + kClosing;
   return request;
 }
 
@@ -268,6 +294,7 @@ attn::VariantParams variant_params(const ForwardProblem& problem, const VariantT
   params.head_offset = static_cast<std::uint32_t>(variant.head_offset);
   params.row_offset = static_cast<std::uint32_t>(variant.query_offset);
   params.key_offset = static_cast<std::uint32_t>(variant.key_offset);
+  params.mask = mask_params(problem, tensors);
   return params;
 }
 

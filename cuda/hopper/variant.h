@@ -3,8 +3,12 @@
 // hooks that a problem asks for; sinks are in every kernel. No CUDA headers.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
 #include <string>
 
 #include "attn/variant_params.h"
@@ -26,11 +30,15 @@ struct VariantHooks {
   bool alibi = false;
   BiasForm bias = BiasForm::none;
   bool dropout = false;
-  bool grad_alibi = false;  // these two: backward
+  std::uint32_t mask_forms = 0;  // attn::MaskBit: the walk is over lists of tiles
+  bool mask_clauses = false;     // more than one
+  bool grad_alibi = false;       // these two: backward
   bool grad_bias = false;
 
-  constexpr bool any() const { return softcap || alibi || bias != BiasForm::none || dropout; }
-  // Below kVariantKernels; another number for other hooks.
+  constexpr bool any() const {
+    return softcap || alibi || bias != BiasForm::none || dropout || mask_forms != 0;
+  }
+  // Below kVariantKernels; another number for other hooks with the same mask.
   constexpr int index() const {
     return ((((static_cast<int>(bias) * 2 + (softcap ? 1 : 0)) * 2 + (alibi ? 1 : 0)) * 2 +
              (dropout ? 1 : 0)) *
@@ -57,9 +65,10 @@ jit::Request variant_request(const ForwardPlan& plan);
 jit::Request variant_request(const BackwardPlan& plan);
 
 // Whether a forward with these hooks takes the second shape of its row: with more registers a
-// thread, which random bytes and a bias need.
+// thread, which random bytes, a bias and a mask need.
 constexpr bool needs_other_shape(const VariantHooks& hooks, int kernel_head_dim) {
-  return kernel_head_dim <= 64 && (hooks.dropout || hooks.bias != BiasForm::none);
+  return kernel_head_dim <= 64 &&
+         (hooks.dropout || hooks.bias != BiasForm::none || hooks.mask_forms != 0);
 }
 
 // The kernels with hooks of a row of the kernel table that have been launched, by what they differ
@@ -69,8 +78,10 @@ class VariantKernels {
   // `form` 0 or 1: the shape of a forward, or how a backward sums dQ.
   template <class Plan>
   Status find(const Plan& plan, int form, void* stream, const jit::Kernel** kernel) {
+    const VariantHooks hooks = variant_hooks(plan.problem);
     std::atomic<const jit::Kernel*>& known =
-        kernels_[form * kVariantKernels + variant_hooks(plan.problem).index()];
+        slot(hooks.mask_forms * 2 + (hooks.mask_clauses ? 1 : 0),
+             form * kVariantKernels + hooks.index());
     *kernel = known.load(std::memory_order_acquire);
     if (*kernel != nullptr) {
       return Status();
@@ -83,7 +94,20 @@ class VariantKernels {
   }
 
  private:
-  std::atomic<const jit::Kernel*> kernels_[2 * kVariantKernels] = {};
+  using Slots = std::array<std::atomic<const jit::Kernel*>, std::size_t{2} * kVariantKernels>;
+
+  // Those with a mask are few of many: their slots are made when they are first asked for.
+  std::atomic<const jit::Kernel*>& slot(std::uint32_t mask, int index) {
+    if (mask == 0) {
+      return kernels_[static_cast<std::size_t>(index)];
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return masked_[mask][index];
+  }
+
+  Slots kernels_ = {};
+  std::mutex mutex_;
+  std::map<std::uint32_t, std::map<int, std::atomic<const jit::Kernel*>>> masked_;
 };
 
 // Of the gradient of the bias, which is contiguous in the bias's shape: distances, 0 along an axis

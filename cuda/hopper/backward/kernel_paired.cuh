@@ -35,7 +35,7 @@ enum PairedBarrier : int {
   kOwnScoreGradsWritten = 2  // one consumer warpgroup; the other has the next number
 };
 
-template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks>
+template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks, class Walk>
 class PairedConsumer {
  public:
   PANTILE_DEVICE PairedConsumer(PairedStorage<Config>& storage, const BackwardParams& params,
@@ -62,7 +62,7 @@ class PairedConsumer {
   }
 
  private:
-  using Steps = PairedSteps<Config, kMask, kSum, kHooks>;
+  using Steps = PairedSteps<Config, kMask, kSum, kHooks, Walk>;
   enum class Step { first, later };
 
   // Head dims 96 and 128. Products in order: S(i+1) dQ(i) dK(i) dP(i+1) dV(i+1); the exponentials
@@ -243,8 +243,8 @@ class PairedConsumer {
   StageCursor<2> dS_write_, dS_read_;
 };
 
-// The kernel, whose parameters are the launch's.
-template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks>
+// The kernel, whose parameters are the launch's. Walk: see walk.cuh.
+template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks, class Walk = SpanRows>
 PANTILE_DEVICE void paired_body(const BackwardMaps& maps, const BackwardParams& params,
                                 const attn::VariantParams& variant_params) {
   enum Role : int { kCopies, kConsumersFrom };
@@ -281,17 +281,18 @@ PANTILE_DEVICE void paired_body(const BackwardMaps& maps, const BackwardParams& 
     prim::shrink_registers<Config::kProducerRegisters>();
     if (prim::elect_one()) {
       if (warp == 0) {
-        Loader<Config, Storage>(storage, maps, params).run();
+        Loader<Config, Storage, Walk>(storage, maps, params, variant_params).run();
       } else if (warp <= Config::kConsumers) {
-        QueryGradientAdder<Config, kSum, Storage>(storage, params, warp - 1).run();
+        QueryGradientAdder<Config, kSum, Storage, Walk>(storage, params, variant_params, warp - 1)
+            .run();
       } else {
-        schedule<Config, kMask, kSum>(storage.work, params);
+        schedule<Config, kMask, kSum, Walk>(storage.work, params, variant_params);
       }
     }
   } else {
     prim::grow_registers<Config::kConsumerRegisters>();
-    PairedConsumer<Config, kMask, kSum, kHooks>(storage, params, variant_params,
-                                                role - kConsumersFrom)
+    PairedConsumer<Config, kMask, kSum, kHooks, Walk>(storage, params, variant_params,
+                                                      role - kConsumersFrom)
         .run();
   }
 }

@@ -28,6 +28,7 @@
 #include "hopper/backward/score_gradients.cuh"
 #include "hopper/backward/storage.cuh"
 #include "hopper/backward/variant_steps.cuh"
+#include "hopper/backward/walk.cuh"
 #include "prim/registers.cuh"
 #include "prim/tma.cuh"
 #include "prim/wgmma.cuh"
@@ -37,7 +38,7 @@ namespace pantile::hopper {
 namespace pipeline {
 
 // Stages 2 and 3.
-template <class Config, MaskKind kMask, attn::GradHooks kHooks>
+template <class Config, MaskKind kMask, attn::GradHooks kHooks, class Walk>
 class Probabilities {
  public:
   using Storage = PipelineStorage<Config>;
@@ -51,7 +52,8 @@ class Probabilities {
         terms_(prim::terms_descriptor(prim::shared_address(storage.lse))),
         k_(prim::descriptor(prim::shared_address(&storage.k))),
         q_(prim::descriptor(prim::shared_address(storage.q))),
-        grad_o_(prim::descriptor(prim::shared_address(storage.grad_o), Config::kTileQ * 128)) {}
+        grad_o_(prim::descriptor(prim::shared_address(storage.grad_o), Config::kTileQ * 128)),
+        walk_(variant_params) {}
 
   PANTILE_DEVICE void run() {
     WorkReader work(storage_.work);
@@ -74,7 +76,7 @@ class Probabilities {
     masked_from_ = prim::uniform(key_tile.masked_from);
     tile_ = first_tile_;
     begin_head(key_tile.key_head * params_.group);
-    const int steps = params_.group * (end_tile_ - first_tile_);
+    const int steps = Walk::kListed ? end_tile_ : params_.group * (end_tile_ - first_tile_);
     if (steps > 0) {
       prim::wait(storage_.key.full[0], keys_.parity);
       keys_.advance();
@@ -83,7 +85,7 @@ class Probabilities {
       prim::wgmma_wait<0>();
       send_P();
       pack_P();
-      next();
+      next(steps > 1);
 #pragma unroll 1
       for (int i = 1; i < steps; ++i) {
         issue_S();   // of this step
@@ -94,7 +96,7 @@ class Probabilities {
         prim::wgmma_wait<0>();
         release(storage_.grad.empty[previous_.stage]);
         pack_P();
-        next();
+        next(i + 1 < steps);
       }
       release(storage_.key.empty[0]);
       issue_dV();
@@ -123,10 +125,11 @@ class Probabilities {
     } else {
       release(storage_.query.empty[cursor_.stage]);
     }
-    if (tile_ < masked_before_ || (kMask == MaskKind::window && tile_ >= masked_from_)) {
+    if (walk_.template needs_mask<kMask>(tile_, masked_before_, masked_from_)) {
+      const float hidden = kHooks.softcap ? attn::kHiddenCapped : params_.masked_score;
       mask_scores<kMask>(S_, key_tile_->mask, key_tile_->tile * Config::kTileK,
-                         tile_ * Config::kTileQ,
-                         kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
+                         tile_ * Config::kTileQ, hidden);
+      walk_.hide(S_, hidden);
     }
     float weights[kHooks.softcap ? 32 : 1];  // P; stage 4 then gets P times the slope
     if constexpr (kHooks.softcap) {
@@ -185,6 +188,7 @@ class Probabilities {
   PANTILE_DEVICE void begin_head(int head) {
     if constexpr (kHooks.any()) {
       head_ = prim::uniform(head);
+      walk_.begin_steps(*key_tile_, head_, tile_);
       variant_.begin_head(variant_params_, key_tile_->batch, head_);
     }
   }
@@ -194,10 +198,22 @@ class Probabilities {
       variant_.fetch(variant_params_, place_of<Config>(*key_tile_, tile_, 0),
                      begins_with_cell(variant_params_, *key_tile_));
     }
+    if constexpr (Walk::kListed) {
+      walk_.template fetch<Config::kTileQ>(key_tile_->batch, head_,
+                                           place_of<Config>(*key_tile_, tile_, 0));
+    }
   }
 
-  PANTILE_DEVICE void next() {
-    if (++tile_ == end_tile_) {
+  // `more`: a step follows.
+  PANTILE_DEVICE void next(bool more) {
+    if constexpr (Walk::kListed) {
+      if (more && walk_.ends_head()) {
+        begin_head(head_ + 1);
+      } else if (more) {
+        walk_.step();
+        tile_ = walk_.tile();
+      }
+    } else if (++tile_ == end_tile_) {
       tile_ = first_tile_;
       begin_head(head_ + 1);
     }
@@ -221,12 +237,13 @@ class Probabilities {
   Accumulator<Config, Config::kHeadDimV> dV_;
   attn::GradVariant<kHooks, Config::kTileQ> variant_;
   int head_ = 0;  // of queries, at work; variants only
+  Walk walk_;
 };
 
 }  // namespace pipeline
 
-// The kernel, whose parameters are the launch's.
-template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks>
+// The kernel, whose parameters are the launch's. Walk: see walk.cuh.
+template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks, class Walk = SpanRows>
 PANTILE_DEVICE void pipeline_body(const BackwardMaps& maps, const BackwardParams& params,
                                   const attn::VariantParams& variant_params) {
   enum Role : int { kCopies, kProbabilities, kScoreGradients, kQueryGradients };
@@ -263,23 +280,23 @@ PANTILE_DEVICE void pipeline_body(const BackwardMaps& maps, const BackwardParams
   if (role == kCopies) {
     prim::shrink_registers<Config::kProducerRegisters>();
     if (warp == 0 && prim::elect_one()) {
-      Loader<Config, Storage>(storage, maps, params).run();
+      Loader<Config, Storage, Walk>(storage, maps, params, variant_params).run();
     } else if (warp == 1 && prim::elect_one()) {
-      schedule<Config, kMask, kSum>(storage.work, params);
+      schedule<Config, kMask, kSum, Walk>(storage.work, params, variant_params);
     } else if (Config::kBulkAdds && warp == 2 && prim::elect_one()) {
       if constexpr (Config::kBulkAdds) {
-        pipeline::FragmentAdder<Config>(storage, params).run();
+        pipeline::FragmentAdder<Config, Walk>(storage, params, variant_params).run();
       }
     }
   } else if (role == kQueryGradients) {
     prim::shrink_registers<Config::kQueryGradRegisters>();
-    pipeline::QueryGradients<Config, kSum>(storage, params).run();
+    pipeline::QueryGradients<Config, kSum, Walk>(storage, params, variant_params).run();
   } else {
     prim::grow_registers<Config::kAccumulatorRegisters>();
     if (role == kProbabilities) {
-      pipeline::Probabilities<Config, kMask, kHooks>(storage, params, variant_params).run();
+      pipeline::Probabilities<Config, kMask, kHooks, Walk>(storage, params, variant_params).run();
     } else {
-      pipeline::ScoreGradients<Config, kHooks>(storage, params, variant_params).run();
+      pipeline::ScoreGradients<Config, kHooks, Walk>(storage, params, variant_params).run();
     }
   }
 }

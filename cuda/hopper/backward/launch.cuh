@@ -22,6 +22,7 @@
 #include "hopper/backward/kernel_pipeline.cuh"
 #include "hopper/backward/variant.h"
 #include "hopper/backward/workspace.h"
+#include "hopper/mask_lists.h"
 #include "hopper/row_kernels.h"
 #include "hopper/sequence_map.h"
 #include "hopper/variant.h"
@@ -57,8 +58,15 @@ class BackwardCall {
 
   template <class Config, MaskKind kMask, SumKind kSum>
   Status run() const {
-    Status status = clear_variant_gradients(problem_, tensors_, at<float>(offsets_.slope_parts),
-                                            offsets_, stream_);
+    Status status =
+        hooks_.mask_forms != 0 && main_blocks_ > 0
+            ? make_lists(true, forward_, tensors_.forward, backward_lists(plan_), Config::kTileQ,
+                         Config::kTileK, listed_work<kMask>(), workspace_, stream_)
+            : Status();
+    if (status.ok()) {
+      status = clear_variant_gradients(problem_, tensors_, at<float>(offsets_.slope_parts),
+                                       offsets_, stream_);
+    }
     if (status.ok() && kSum == SumKind::integer && key_work_ > 0) {
       status = bound_keys<Config>();
     }
@@ -233,7 +241,7 @@ class BackwardCall {
     constexpr std::int64_t kSectionBytes = std::int64_t{40} << 20;
     const int heads = static_cast<int>(forward_.batch * forward_.heads_k);
     int section = 1;
-    if (kMask == MaskKind::causal) {
+    if (kMask == MaskKind::causal || hooks_.mask_forms != 0) {
       const std::int64_t head_bytes =
           forward_.seqlen_q * (forward_.heads_q / forward_.heads_k) *
           (4 * forward_.head_dim + 2 * (forward_.head_dim + forward_.head_dim_v));
@@ -244,6 +252,11 @@ class BackwardCall {
     return core::TileOrder(key_tiles_.tiles_per_sequence, static_cast<int>(forward_.heads_k),
                            static_cast<int>(forward_.batch), section,
                            core::TileDirection::ascending);
+  }
+
+  template <MaskKind kMask>
+  ListedWork listed_work() const {
+    return forward_.packed_k ? ListedWork{core::TileOrder(), true} : ListedWork{key_order<kMask>()};
   }
 
   template <class Config>
@@ -321,6 +334,9 @@ class BackwardCall {
       how.prepared = &kernel->prepared;
       attn::VariantParams variant =
           backward_variant_params(problem_, tensors_, at<float>(offsets_.slope_parts), offsets_);
+      if (hooks_.mask_forms != 0) {
+        variant.lists = backward_lists(plan_).at(workspace_);
+      }
       void* pointers[] = {&maps, &params, &variant};
       return cuda::launch(kName, how, kernel->handle, pointers);
     }

@@ -6,6 +6,7 @@
 
 #include "hopper/backward/params.cuh"
 #include "hopper/backward/storage.cuh"
+#include "hopper/backward/walk.cuh"
 #include "prim/grid_dependency.cuh"
 #include "prim/tma.cuh"
 
@@ -66,8 +67,11 @@ PANTILE_DEVICE bool has_work(const BackwardParams& params) {
   return *params.measured != 0;
 }
 
-template <class Config, MaskKind kMask, SumKind kSum>
-PANTILE_DEVICE void schedule(WorkQueue& queue, const BackwardParams& params) {
+template <class Config, MaskKind kMask, SumKind kSum, class Walk>
+PANTILE_DEVICE void schedule(WorkQueue& queue, const BackwardParams& params,
+                             const attn::VariantParams& variant_params) {
+  const Walk walk(variant_params);
+  walk.wait_for_lists();
   const auto claim = [&params] {
     prim::wait_for_previous_grid();  // it sets the counter to zero
     return static_cast<int>(gridDim.x) + atomicAdd(params.claimed, 1);
@@ -79,7 +83,7 @@ PANTILE_DEVICE void schedule(WorkQueue& queue, const BackwardParams& params) {
     KeyTile& key_tile = queue.tiles[slot.stage];
     prim::wait(queue.ring.empty[slot.stage], slot.parity ^ 1);
     while (work < params.work_count &&
-           !(describe_key_tile<Config, kMask>(params, work, key_tile) &&
+           !(walk.template describe<Config, kMask>(params, work, key_tile) &&
              (kSum == SumKind::floating || !params.repeats || is_measured(params, key_tile)))) {
       work = claim();
     }
@@ -101,15 +105,17 @@ PANTILE_DEVICE void schedule(WorkQueue& queue, const BackwardParams& params) {
   }
 }
 
-template <class Config, class Storage>
+template <class Config, class Storage, class Walk>
 class Loader {
  public:
-  PANTILE_DEVICE Loader(Storage& storage, const BackwardMaps& maps, const BackwardParams& params)
+  PANTILE_DEVICE Loader(Storage& storage, const BackwardMaps& maps, const BackwardParams& params,
+                        const attn::VariantParams& variant_params)
       : storage_(storage),
         maps_(maps),
         params_(params),
         panels_qk_(panels(params.head_dim)),
-        panels_v_(panels(params.head_dim_v)) {}
+        panels_v_(panels(params.head_dim_v)),
+        walk_(variant_params) {}
 
   PANTILE_DEVICE void run() {
     prim::prefetch_tensor_map(&maps_.q);
@@ -169,7 +175,9 @@ class Loader {
     for (int g = 0; g < params_.group; ++g) {
       const int head = key_tile.key_head * params_.group + g;
       const std::int64_t first_tile = head * params_.row_tile_count + key_tile.first_row_tile;
-      for (int tile = key_tile.rows.begin; tile < key_tile.rows.end; ++tile) {
+      walk_.begin_head(key_tile, head);
+      for (int i = walk_.begin(key_tile); i < walk_.end(key_tile); ++i) {
+        const int tile = walk_.tile(i);
         const std::int64_t terms = (first_tile + tile) * Config::kTileQ;
         const int row = tile * Config::kTileQ;
         prim::wait(storage_.query.empty[query_.stage], query_.parity ^ 1);
@@ -199,14 +207,16 @@ class Loader {
   StageCursor<sizeof(Storage::q) / sizeof(Storage::q[0])> query_;
   StageCursor<sizeof(Storage::grad_o) / sizeof(Storage::grad_o[0])> grad_;
   StageCursor<1> key_;  // K and V
+  Walk walk_;
 };
 
 // Adds a consumer warpgroup's fragment of every dQ tile into global memory.
-template <class Config, SumKind kSum, class Storage>
+template <class Config, SumKind kSum, class Storage, class Walk>
 class QueryGradientAdder {
  public:
-  PANTILE_DEVICE QueryGradientAdder(Storage& storage, const BackwardParams& params, int warpgroup)
-      : storage_(storage), params_(params), warpgroup_(warpgroup) {}
+  PANTILE_DEVICE QueryGradientAdder(Storage& storage, const BackwardParams& params,
+                                    const attn::VariantParams& variant_params, int warpgroup)
+      : storage_(storage), params_(params), warpgroup_(warpgroup), walk_(variant_params) {}
 
   PANTILE_DEVICE void run() {
     prim::wait_for_previous_grid();  // it sets the sums to zero
@@ -246,7 +256,9 @@ class QueryGradientAdder {
     const std::int64_t index = head * params_.row_tile_count + key_tile.first_row_tile;
     float* const to = params_.dq_sum + index * kTileFloats + warpgroup_ * kFragment;
     float* const row_sums = params_.row_sums + index * kTileSums + warpgroup_ * 64;
-    for (int tile = key_tile.rows.begin; tile < key_tile.rows.end; ++tile) {
+    walk_.begin_head(key_tile, head);
+    for (int i = walk_.begin(key_tile); i < walk_.end(key_tile); ++i) {
+      const int tile = walk_.tile(i);
       prim::wait(storage_.dq_full[warpgroup_], parity_);
       parity_ ^= 1;
       prim::fence_async_proxy();  // the fragment was written by ordinary stores
@@ -267,6 +279,7 @@ class QueryGradientAdder {
   const int warpgroup_;
   std::uint32_t parity_ = 0;
   bool has_sums_ = false;
+  Walk walk_;
 };
 
 }  // namespace pantile::hopper

@@ -6,8 +6,10 @@
 #include "hopper/backward/fragment.cuh"
 #include "hopper/backward/params.cuh"
 #include "hopper/backward/storage.cuh"
+#include "hopper/backward/store_keys.cuh"
 #include "hopper/backward/sum.cuh"
 #include "hopper/backward/variant_steps.cuh"
+#include "hopper/backward/walk.cuh"
 #include "prim/matrix.cuh"
 #include "prim/registers.cuh"
 #include "prim/tma.cuh"
@@ -17,7 +19,7 @@
 
 namespace pantile::hopper {
 
-template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks>
+template <class Config, MaskKind kMask, SumKind kSum, attn::GradHooks kHooks, class Walk>
 class PairedSteps {
  public:
   static constexpr bool kVariant = kHooks.any();
@@ -48,7 +50,8 @@ class PairedSteps {
                   ((lane_ & 7) + (lane_ >> 4) * 8) * 128 +
                   (((warp_ * 2 + ((lane_ >> 3) & 1)) ^ (lane_ & 7)) * 16)),
         lse_(prim::terms_descriptor(prim::shared_address(storage.lse))),
-        delta_(prim::terms_descriptor(prim::shared_address(storage.delta))) {
+        delta_(prim::terms_descriptor(prim::shared_address(storage.delta))),
+        walk_(variant_params) {
     if constexpr (kRowSplit) {
       ones_ = prim::ones_descriptor(prim::shared_address(storage.ones));
     } else {
@@ -72,9 +75,10 @@ class PairedSteps {
     tile_ = first_tile_;
     if constexpr (kVariant) {
       head_ = prim::uniform(key_tile.key_head * params_.group);
+      walk_.begin_steps(key_tile, head_, tile_);
       variant_.begin_head(variant_params_, key_tile.batch, head_);
     }
-    return params_.group * (end_tile_ - first_tile_);
+    return Walk::kListed ? end_tile_ : params_.group * (end_tile_ - first_tile_);
   }
 
   PANTILE_DEVICE void wait_keys() { prim::wait(storage_.key.full[0], keys_.parity); }
@@ -164,16 +168,20 @@ class PairedSteps {
     if constexpr (kHooks.dropout) {
       variant_.fetch(variant_params_, place(), begins_with_cell(variant_params_, *key_tile_));
     }
+    if constexpr (Walk::kListed) {
+      walk_.template fetch<kTileQ>(key_tile_->batch, head_, place());
+    }
   }
 
   PANTILE_DEVICE void compute_P() {
     if constexpr (kHooks.softcap) {
       variant_.cap(variant_params_, S_);
     }
-    if (tile_ < masked_before_ || (kMask == MaskKind::window && tile_ >= masked_from_)) {
+    if (walk_.template needs_mask<kMask>(tile_, masked_before_, masked_from_)) {
+      const float hidden = kHooks.softcap ? attn::kHiddenCapped : params_.masked_score;
       mask_scores<kMask>(S_, key_tile_->mask, key_tile_->tile * Config::kTileK + warpgroup_ * 64,
-                         tile_ * kTileQ,
-                         kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
+                         tile_ * kTileQ, hidden);
+      walk_.hide(S_, hidden);
     }
     if constexpr (kHooks.softcap) {
       float P[kScores];
@@ -291,7 +299,16 @@ class PairedSteps {
 
   // On to the next tile of rows, or the next head's first.
   PANTILE_DEVICE void next_tile() {
-    if (++tile_ == end_tile_) {
+    if constexpr (Walk::kListed) {
+      if (walk_.ends_head()) {
+        end_head();
+        walk_.start(*key_tile_, ++head_);
+        variant_.begin_head(variant_params_, key_tile_->batch, head_);
+      } else {
+        walk_.step();
+      }
+      tile_ = walk_.tile();
+    } else if (++tile_ == end_tile_) {
       tile_ = first_tile_;
       if constexpr (kVariant) {
         end_head();
@@ -330,24 +347,7 @@ class PairedSteps {
   }
 
   PANTILE_DEVICE void store(const KeyTile& key_tile) {
-    const bool packed = params_.keys.cu_seqlens != nullptr;
-    const int key = key_tile.tile * Config::kTileK + warpgroup_ * 64;
-    const int first_key = key_tile.first_key;
-    const int keys = key_tile.mask.keys;
-    store_fragment<kDType>(
-        gradient_rows(params_.grad_v, params_.grad_v_layout, key_tile, packed, first_key),
-        params_.grad_v_layout.seq, dV_, kHooks.dropout ? variant_params_.keep_scale : 1.0f, key,
-        keys, params_.head_dim_v);
-    store_fragment<kDType>(
-        gradient_rows(params_.grad_k, params_.grad_k_layout, key_tile, packed, first_key),
-        params_.grad_k_layout.seq, dK_,
-        kHooks.dropout ? variant_params_.keep_scale * params_.scale : params_.scale, key, keys,
-        params_.head_dim);
-    const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
-    zero_unattended_keys<Config::kTileK, kThreads>(params_.grad_v, params_.grad_v_layout,
-                                                   params_.head_dim_v, key_tile, packed, thread);
-    zero_unattended_keys<Config::kTileK, kThreads>(params_.grad_k, params_.grad_k_layout,
-                                                   params_.head_dim, key_tile, packed, thread);
+    store_keys<Config, kHooks.dropout>(params_, variant_params_, key_tile, warpgroup_, dK_, dV_);
   }
 
  private:
@@ -357,7 +357,6 @@ class PairedSteps {
   static constexpr int kScores = kTileQ / 2;           // of S, dP
   static constexpr int kSlices = kTileQ / 16;          // k steps of products over rows
   static constexpr int kRowPanel = kTileQ * 128;       // bytes of a panel of q, grad_o, dS
-  static constexpr int kThreads = Config::kConsumers * kWarpgroup;
 
   // Of dO of the tile at work.
   PANTILE_DEVICE int grad_stage() const {
@@ -445,6 +444,7 @@ class PairedSteps {
   std::uint32_t P_[kSlices][4];
   attn::GradVariant<kHooks, kTileQ> variant_;
   int head_ = 0;  // of queries, at work; variants only
+  Walk walk_;
 };
 
 }  // namespace pantile::hopper

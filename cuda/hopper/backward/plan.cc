@@ -4,6 +4,7 @@
 
 #include "hopper/backward/workspace.h"
 #include "hopper/device_rule.h"
+#include "hopper/mask.h"
 #include "hopper/plan.h"
 #include "hopper/variant.h"
 
@@ -143,6 +144,9 @@ void configure_backward(BackwardPlan* plan) {
       core::min_of<std::int64_t>(work, core::max_of(plan->device.multiprocessors, 1)));
   plan->workspace.bytes = backward_workspace(plan->problem, head_dim).bytes;
   plan->workspace.zeroed_bytes = 0;
+  if (variant_hooks(plan->problem).mask_forms != 0) {
+    plan->workspace.bytes = backward_lists(*plan).end;
+  }
 }
 
 }  // namespace pantile::hopper

@@ -4,6 +4,7 @@
 #include "hopper/backward/accumulator.cuh"
 #include "hopper/backward/storage.cuh"
 #include "hopper/backward/sum.cuh"
+#include "hopper/backward/walk.cuh"
 #include "prim/grid_dependency.cuh"
 #include "prim/tma.cuh"
 #include "prim/wgmma.cuh"
@@ -12,17 +13,19 @@ namespace pantile::hopper::pipeline {
 
 // A warpgroup multiplies, 64 columns at a time. Fragments go from its registers into global memory,
 // or where shared memory allows it (Config::kBulkAdds) to an adder.
-template <class Config, SumKind kSum>
+template <class Config, SumKind kSum, class Walk>
 class QueryGradients {
  public:
   using Storage = PipelineStorage<Config>;
 
-  PANTILE_DEVICE QueryGradients(Storage& storage, const BackwardParams& params)
+  PANTILE_DEVICE QueryGradients(Storage& storage, const BackwardParams& params,
+                                const attn::VariantParams& variant_params)
       : storage_(storage),
         params_(params),
         dS_(prim::descriptor(prim::shared_address(storage.dS))),
         k_columns_(prim::descriptor(prim::shared_address(&storage.k))),
-        key_ones_(prim::descriptor(prim::shared_address(&storage.key_ones))) {}
+        key_ones_(prim::descriptor(prim::shared_address(&storage.key_ones))),
+        walk_(variant_params) {}
 
   PANTILE_DEVICE void run() {
     prim::wait_for_previous_grid();  // it sets the sums to zero
@@ -62,9 +65,13 @@ class QueryGradients {
 #pragma unroll 1
     for (int g = 0; g < params_.group; ++g) {
       const std::int64_t index = (first_head + g) * params_.row_tile_count + first_number;
+      if constexpr (Walk::kListed) {
+        walk_.begin_head(key_tile, first_head + g);
+        end = walk_.end(key_tile);
+      }
 #pragma unroll 1
-      for (int tile = begin; tile < end; ++tile) {
-        add_tile<kCareful>(key_tile, index + tile);
+      for (int i = begin; i < end; ++i) {
+        add_tile<kCareful>(key_tile, index + walk_.tile(i));
       }
     }
   }
@@ -150,17 +157,19 @@ class QueryGradients {
   StageCursor<Config::kScoreGradStages> cursor_;
   StageCursor<1> keys_;
   StageCursor<Config::kBulkAdds ? Config::kPanels : 1> staged_;
+  Walk walk_;
 };
 
 // Adds staged fragments of integers into global memory; one thread. While one addition reads its
 // fragment the next one is requested.
-template <class Config>
+template <class Config, class Walk>
 class FragmentAdder {
  public:
   using Storage = PipelineStorage<Config>;
 
-  PANTILE_DEVICE FragmentAdder(Storage& storage, const BackwardParams& params)
-      : storage_(storage), params_(params) {}
+  PANTILE_DEVICE FragmentAdder(Storage& storage, const BackwardParams& params,
+                               const attn::VariantParams& variant_params)
+      : storage_(storage), params_(params), walk_(variant_params) {}
 
   PANTILE_DEVICE void run() {
     prim::wait_for_previous_grid();  // it sets the sums to zero
@@ -170,9 +179,10 @@ class FragmentAdder {
       for (int g = 0; g < params_.group; ++g) {
         const int head = key_tile->key_head * params_.group + g;
         const std::int64_t index = head * params_.row_tile_count + key_tile->first_row_tile;
-        for (int tile = key_tile->rows.begin; tile < key_tile->rows.end; ++tile) {
+        walk_.begin_head(*key_tile, head);
+        for (int i = walk_.begin(*key_tile); i < walk_.end(*key_tile); ++i) {
           for (int panel = 0; panel < Config::kPanels; ++panel) {
-            add((index + tile) * Config::kPanels + panel);
+            add((index + walk_.tile(i)) * Config::kPanels + panel);
           }
         }
       }
@@ -211,6 +221,7 @@ class FragmentAdder {
   int previous_ = 0;
   bool requested_ = false;
   bool has_sums_ = false;
+  Walk walk_;
 };
 
 }  // namespace pantile::hopper::pipeline

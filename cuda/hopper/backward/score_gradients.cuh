@@ -5,6 +5,7 @@
 #include "hopper/backward/fragment.cuh"
 #include "hopper/backward/storage.cuh"
 #include "hopper/backward/variant_steps.cuh"
+#include "hopper/backward/walk.cuh"
 #include "prim/matrix.cuh"
 #include "prim/registers.cuh"
 #include "prim/unpack.cuh"
@@ -13,7 +14,7 @@
 namespace pantile::hopper::pipeline {
 
 // Stages 4 and 5.
-template <class Config, attn::GradHooks kHooks>
+template <class Config, attn::GradHooks kHooks, class Walk>
 class ScoreGradients {
  public:
   using Storage = PipelineStorage<Config>;
@@ -27,7 +28,8 @@ class ScoreGradients {
         terms_(prim::terms_descriptor(prim::shared_address(storage.delta))),
         v_(prim::descriptor(prim::shared_address(&storage.v))),
         grad_o_(prim::descriptor(prim::shared_address(storage.grad_o))),
-        q_(prim::descriptor(prim::shared_address(storage.q), Config::kTileQ * 128)) {
+        q_(prim::descriptor(prim::shared_address(storage.q), Config::kTileQ * 128)),
+        walk_(variant_params) {
     const int lane = prim::lane_index();
     const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32;
     dS_store_ = prim::shared_address(storage.dS) + ((lane & 7) + (lane >> 4) * 8) * 128 +
@@ -39,7 +41,7 @@ class ScoreGradients {
     while (const KeyTile* key_tile = work.next()) {
       dK_.clear();
       begin_tile(*key_tile);
-      run_tile(params_.group * prim::uniform(key_tile->rows.size()));
+      run_tile((Walk::kListed ? 1 : params_.group) * prim::uniform(key_tile->rows.size()));
       dK_.store(params_.grad_k, params_.grad_k_layout, params_.head_dim,
                 kHooks.dropout ? variant_params_.keep_scale * params_.scale : params_.scale,
                 params_, *key_tile);
@@ -57,7 +59,7 @@ class ScoreGradients {
       prim::wgmma_wait<0>();
       multiply_by_P();
       send_dS();
-      next();
+      next(steps > 1);
 #pragma unroll 1
       for (int i = 1; i < steps; ++i) {
         issue_dP();  // of this step
@@ -67,7 +69,7 @@ class ScoreGradients {
         prim::wgmma_wait<0>();
         release(storage_.query.empty[previous_.stage]);
         send_dS();
-        next();
+        next(i + 1 < steps);
       }
       release(storage_.value.empty[0]);
       issue_dK();
@@ -131,10 +133,22 @@ class ScoreGradients {
     dS_cursor_.advance();
   }
 
-  PANTILE_DEVICE void next() {
+  // `more`: a step follows.
+  PANTILE_DEVICE void next(bool more) {
     previous_ = cursor_;
     cursor_.advance();
-    if constexpr (kHooks.grads()) {
+    if constexpr (kHooks.grads() && Walk::kListed) {
+      if (!more || walk_.ends_head()) {
+        end_head();
+      }
+      if (more && walk_.ends_head()) {
+        walk_.start(*key_tile_, ++head_);
+        variant_.begin_head(variant_params_, key_tile_->batch, head_);
+      } else if (more) {
+        walk_.step();
+      }
+      tile_ = walk_.tile();
+    } else if constexpr (kHooks.grads()) {
       if (++tile_ == key_tile_->rows.end) {
         tile_ = key_tile_->rows.begin;
         end_head();
@@ -150,6 +164,7 @@ class ScoreGradients {
       key_tile_ = &key_tile;
       tile_ = key_tile.rows.begin;
       head_ = key_tile.key_head * params_.group;
+      walk_.begin_steps(key_tile, head_, tile_);
       variant_.begin_head(variant_params_, key_tile.batch, head_);
     }
   }
@@ -191,6 +206,7 @@ class ScoreGradients {
   attn::GradVariant<kHooks, Config::kTileQ> variant_;
   const KeyTile* key_tile_ = nullptr;  // these three: where gradients of the variant are wanted
   int tile_ = 0, head_ = 0;            // of rows, and of queries
+  Walk walk_;
 };
 
 }  // namespace pantile::hopper::pipeline

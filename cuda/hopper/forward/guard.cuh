@@ -20,6 +20,7 @@
 #include "core/geometry.h"
 #include "hopper/forward/output.cuh"
 #include "hopper/forward/storage.cuh"
+#include "hopper/forward/walk.cuh"
 #include "prim/nonfinite.cuh"
 #include "prim/tma.cuh"
 #include "prim/unpack.cuh"
@@ -104,18 +105,19 @@ class Guard {
 
 // Adds to the finished tile of O the non-finite values of V that the guards took out. One warp;
 // rare and slow. Lanes share the columns.
-template <ForwardConfig kConfig, DType kDType>
+template <ForwardConfig kConfig, DType kDType, class Walk>
 PANTILE_DEVICE void repair(ForwardStorage<kConfig>& s, const ForwardParams& p, const TileInfo& info,
-                           int place) {
+                           int place, const Walk& walk) {
   const core::Mask mask{info.rows, info.keys, p.window_left, p.window_right};
   const int row_end = core::min_of(info.row0 + kConfig.tile_q(), info.rows);
   const auto* v = static_cast<const std::uint16_t*>(p.v) + info.batch * p.v_strides.batch +
                   info.k_row * p.v_strides.seq + info.head / p.group * p.v_strides.head;
 #pragma unroll 1
-  for (int key_tile = info.visit_begin; key_tile < info.visit_end; ++key_tile) {
-    if (key_tile >= info.full_begin && key_tile < info.full_end) {
+  for (int step = info.visit_begin; step < info.visit_end; ++step) {
+    if (step >= info.full_begin && step < info.full_end) {
       continue;
     }
+    const int key_tile = walk.tile(step);
     const int key_end = core::min_of((key_tile + 1) * kConfig.tile_k, info.keys);
 #pragma unroll 1
     for (int key = key_tile * kConfig.tile_k; key < key_end; ++key) {
@@ -130,6 +132,9 @@ PANTILE_DEVICE void repair(ForwardStorage<kConfig>& s, const ForwardParams& p, c
         const int last = core::min_of(seen_by.end, row_end);
 #pragma unroll 1
         for (int row = first; row < last; ++row) {
+          if (!walk.shows(info, row, key)) {
+            continue;
+          }
           const int local = row - info.row0;
           auto* o = reinterpret_cast<std::uint16_t*>(
               s.o_tile(place, local / kRowsPerWarpgroup) +

@@ -9,6 +9,7 @@
 #include "driver.h"
 #include "hopper/forward/kernel.cuh"
 #include "hopper/forward/order.h"
+#include "hopper/mask_lists.h"
 #include "hopper/tensor_map.h"
 #include "hopper/variant.h"
 #include "pantile/plan.h"
@@ -82,7 +83,8 @@ inline ForwardParams forward_params(const ForwardConfig& config, const ForwardPl
   params.lse_batch = p.packed_q ? 0 : p.heads_q * p.seqlen_q;
   params.max_logit = t.max_logit;
   params.output_f32 = p.output_f32;
-  params.counter = plan.workspace.bytes != 0 ? static_cast<std::int32_t*>(workspace) : nullptr;
+  params.counter =
+      plan.workspace.zeroed_bytes != 0 ? static_cast<std::int32_t*>(workspace) : nullptr;
   params.no_keys = rows_k == 0;
   params.zero_tail = p.packed_k || p.has_seqused_k || params.no_keys;
   params.clipped = !p.packed_q && !p.has_seqused_q;
@@ -143,7 +145,20 @@ inline Status launch_forward_hooks(const ForwardShapes& shapes, const ForwardPla
   if (!status.ok()) {
     return status;
   }
-  const attn::VariantParams variant = variant_params(plan.problem, tensors.variant);
+  attn::VariantParams variant = variant_params(plan.problem, tensors.variant);
+  if (variant_hooks(plan.problem).mask_forms != 0) {
+    const ListLayout lists = forward_lists(plan);
+    const ListedWork work{forward_order(plan.problem, plan.kernel->mask, plan.tile_q)};
+    const cuda::DeviceGuard guard(plan.device.device.index);
+    const Status made = guard.status().ok()
+                            ? make_lists(false, plan.problem, tensors, lists, plan.tile_q,
+                                         plan.tile_k, work, workspace, stream)
+                            : guard.status();
+    if (!made.ok()) {
+      return made;
+    }
+    variant.lists = lists.at(workspace);
+  }
   return launch_forward_kernel(main ? shapes.main : shapes.other, kernel->handle, kernel->prepared,
                                plan, tensors, &variant, workspace, stream);
 }

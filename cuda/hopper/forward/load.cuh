@@ -4,6 +4,7 @@
 
 #include "core/geometry.h"
 #include "hopper/forward/storage.cuh"
+#include "hopper/forward/walk.cuh"
 #include "prim/tma.cuh"
 
 namespace pantile::hopper {
@@ -34,45 +35,17 @@ PANTILE_DEVICE bool locate_rows(const ForwardParams& p, int work, TileInfo& info
   return info.row0 < info.rows;
 }
 
-// Which keys these rows visit. A tile of rows without keys visits one tile, wholly masked, so that
-// its output comes out as zeros like any other.
-template <int kTileRows, int kTileKeys>
-PANTILE_DEVICE void locate_keys(const ForwardParams& p, TileInfo& info) {
-  info.k_row = 0;
-  info.keys = p.seqlen_k;
-  if (p.cu_seqlens_k != nullptr) {
-    info.k_row = p.cu_seqlens_k[info.batch];
-    info.keys = p.cu_seqlens_k[info.batch + 1] - info.k_row;
-  }
-  if (p.seqused_k != nullptr) {
-    info.keys = core::clamp(p.seqused_k[info.batch], 0, info.keys);
-  }
-  info.k_head = info.head / p.group * p.k_steps.head;
-  info.k_batch = info.batch * p.k_steps.batch;
-  const core::Mask mask{info.rows, info.keys, p.window_left, p.window_right};
-  const core::Span rows{info.row0, core::min_of(info.row0 + kTileRows, info.rows)};
-  core::TilePlan plan = core::plan_row_tile(mask, rows, kTileKeys);
-  if (plan.visit.empty()) {
-    plan = core::TilePlan{{0, 1}, {0, 0}};
-  }
-  info.visit_begin = plan.visit.begin;
-  info.visit_end = plan.visit.end;
-  info.full_begin = plan.full.begin;
-  info.full_end = plan.full.end;
-  info.careful = 0;
-  info.clear_tail = p.zero_tail && info.keys < plan.visit.end * kTileKeys;
-}
-
-template <ForwardConfig kConfig, MaskKind kMask>
+template <ForwardConfig kConfig, MaskKind kMask, class Walk>
 class Loader {
  public:
   PANTILE_DEVICE Loader(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
-                        const ForwardParams& params)
+                        const ForwardParams& params, const attn::VariantParams& variant_params)
       : s_(storage),
         my_(storage.loader),
         maps_(maps),
         p_(params),
-        claimed_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
+        claimed_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)),
+        walk_(variant_params) {}
 
   PANTILE_DEVICE void run() {
     State next = State::unknown;
@@ -107,7 +80,7 @@ class Loader {
   static constexpr int kQ = kConfig.q_buffers;
   static constexpr bool kInQ = kConfig.output_in_q();
   // Only where rows of one tile see different keys can a value spoil a row that does not attend.
-  static constexpr bool kMayRepeat = kMask != MaskKind::full;
+  static constexpr bool kMayRepeat = kMask != MaskKind::full || Walk::kListed;
   // The next tile is claimed this many steps before the end of the current one, and described two
   // steps later, when the counter's answer has come. Claiming at the start of a tile undoes the
   // longest-first order (measured: -15 % at head dim 256, causal, 16k).
@@ -165,8 +138,8 @@ class Loader {
         return false;
       }
       my_.has_claim = false;
-      if (locate_rows<kConfig.tile_q()>(p_, work(), info)) {
-        locate_keys<kConfig.tile_q(), kConfig.tile_k>(p_, info);
+      if (locate_rows<kConfig.tile_q()>(p_, walk_.work(work()), info)) {
+        walk_.template locate<kConfig.tile_q(), kConfig.tile_k>(p_, info);
         return true;
       }
     }
@@ -227,6 +200,7 @@ class Loader {
   // ten.
   PANTILE_DEVICE void take_keys(const TileInfo& info) {
     row_ = info.k_row + info.visit_begin * kConfig.tile_k;
+    walk_.template begin<kConfig.tile_q()>(p_, info);
     head_ = info.k_head;
     batch_ = info.k_batch;
     need_ = p_.no_keys                              ? Need::nothing
@@ -295,10 +269,11 @@ class Loader {
     const bool scan = kMayRepeat && info.careful && masked;
     const bool has_tail = info.clear_tail && key_tile == info.visit_end - 1;
     if (has_tail || scan) {
-      give_order(GuardOrder{
-          buffer_of<kVStages>(use_), parity_of<kVStages>(use_),
-          has_tail ? core::max_of(info.keys - key_tile * kConfig.tile_k, 0) : kConfig.tile_k, scan,
-          buffer_of<ForwardConfig::kTiles>(my_.tile)});
+      give_order(GuardOrder{buffer_of<kVStages>(use_), parity_of<kVStages>(use_),
+                            has_tail
+                                ? core::max_of(info.keys - walk_.tile(key_tile) * kConfig.tile_k, 0)
+                                : kConfig.tile_k,
+                            scan, buffer_of<ForwardConfig::kTiles>(my_.tile)});
     }
   }
 
@@ -310,7 +285,8 @@ class Loader {
       return;
     }
     prim::arrive_and_expect(full, kTile.bytes());
-    copy_panels<kTile>(to, map, full, row_ + left * kConfig.tile_k, head_, batch_, panels_per_copy);
+    copy_panels<kTile>(to, map, full, row_ + walk_.tile(left) * kConfig.tile_k, head_, batch_,
+                       panels_per_copy);
   }
 
   // More than one copy only where the rows of the tensor are not whole panels.
@@ -383,6 +359,7 @@ class Loader {
   std::uint32_t use_ = 0;   // of the rings of K and V, over all tiles
   int row_, head_, batch_;  // where the keys that the tile visits begin in the maps of K and V
   Need need_;
+  Walk walk_;
 };
 
 }  // namespace pantile::hopper

@@ -19,13 +19,14 @@
 #include "hopper/forward/products.cuh"
 #include "hopper/forward/roles.cuh"
 #include "hopper/forward/storage.cuh"
+#include "hopper/forward/walk.cuh"
 #include "prim/named_barrier.cuh"
 #include "prim/registers.cuh"
 #include "tile/fragment.cuh"
 
 namespace pantile::hopper {
 
-template <ForwardConfig kConfig, DType kDType, MaskKind kMask, class Variant>
+template <ForwardConfig kConfig, DType kDType, MaskKind kMask, class Variant, class Walk>
 class MathWarpgroup {
  public:
   PANTILE_DEVICE MathWarpgroup(ForwardStorage<kConfig>& storage, const ForwardParams& params,
@@ -36,7 +37,8 @@ class MathWarpgroup {
         group_(group),
         warp_(warp),
         lane_(prim::lane_index()),
-        products_(storage, group) {}
+        products_(storage, group),
+        walk_(variant_params) {}
 
   PANTILE_DEVICE void run() {
     if (group_ == 0) {
@@ -48,7 +50,7 @@ class MathWarpgroup {
       do {
         remaining_steps();
       } while (kInQ ? next_tile_overlapped() : next_tile());
-      if (!kInQ || kMask == MaskKind::full || info(tile_).keys == 0) {
+      if (!kInQ || !kRowsDiffer || info(tile_).keys == 0) {
         break;
       }
       release(s_.o_full[buffer_of<kQ>(tile_)]);  // passes the mark on
@@ -69,6 +71,9 @@ class MathWarpgroup {
   static constexpr bool kInQ = kConfig.output_in_q();
   static constexpr int kAhead = kConfig.ahead_groups;
   static constexpr bool kOutputFirst = kConfig.output_first;
+  // Rows of one tile may see different keys; steps that need the mask also come last.
+  static constexpr bool kRowsDiffer = kMask != MaskKind::full || Walk::kListed;
+  static constexpr bool kMaskedAtEnd = kMask == MaskKind::window && !Walk::kListed;
   using Barriers = MathBarriers<kGroups>;
 
   // ---- tiles
@@ -89,21 +94,26 @@ class MathWarpgroup {
     const TileInfo& next = info(tile_);
     full_end_ = prim::uniform(next.full_end);
     clear_tail_ = prim::uniform(next.clear_tail) != 0;
+    walk_.template begin<kTileQ>(p_, next);
     if constexpr (kMask == MaskKind::full) {
       keys_ = prim::uniform(next.keys);
     } else {
       position0_ = prim::uniform(next.row0 + next.keys - next.rows);
+    }
+    if constexpr (kRowsDiffer) {
       careful_ = prim::uniform(next.careful) != 0;
     }
     if constexpr (kMask == MaskKind::window) {
       keys_ = prim::uniform(next.keys);
+    }
+    if constexpr (kMaskedAtEnd) {
       visit_begin_ = prim::uniform(next.visit_begin);
       full_begin_ = prim::uniform(next.full_begin);
     }
   }
 
-  // First key tile of the current tile; only windows start later than at key 0.
-  PANTILE_DEVICE int visit_begin() const { return kMask == MaskKind::window ? visit_begin_ : 0; }
+  // The last step of the current tile; only windows start later than at key 0.
+  PANTILE_DEVICE int visit_begin() const { return kMaskedAtEnd ? visit_begin_ : 0; }
 
   // ---- waiting and releasing
 
@@ -142,24 +152,12 @@ class MathWarpgroup {
 
   // ---- softmax
 
-  // Hides what the mask hides in the scores of key tile `key_tile`.
-  PANTILE_DEVICE void mask(int key_tile) {
-    const int column0 = key_tile * kTileK + tile::fragment_column(lane_);
-    if constexpr (kMask == MaskKind::full) {
-      const int end = keys_ - column0;
-      attn::mask_from(S, {end, end});
-    } else {
-      const int position =
-          position0_ + group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_) - column0;
-      if constexpr (kMask == MaskKind::causal) {
-        attn::mask_from(S, {position + 1, position + 9});
-      } else {
-        const int end = keys_ - column0;
-        attn::mask_outside(
-            S, {position - p_.window_left, position + 8 - p_.window_left},
-            {min(end, position + p_.window_right + 1), min(end, position + p_.window_right + 9)});
-      }
-    }
+  // Hides what the masks hide in the scores of step `step`.
+  PANTILE_DEVICE void mask(int step) {
+    walk_.hide(S);
+    const int column0 = walk_.tile(step) * kTileK + tile::fragment_column(lane_);
+    const int row = group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_);
+    hide_outside_window<kMask>(S, p_, keys_ - column0, position0_ + row - column0);
   }
 
   // ---- variant
@@ -174,10 +172,15 @@ class MathWarpgroup {
     }
   }
 
-  // What the variant needs for the scores of key tile `key_tile`.
-  PANTILE_DEVICE void fetch(int key_tile) {
+  // What the variant, and the mask of a listed step, need for the scores of step `step`.
+  template <bool kMasked>
+  PANTILE_DEVICE void fetch(int step) {
     if constexpr (Variant::kAny) {
-      variant_.fetch(variant_params_, key_tile * kTileK + tile::fragment_column(lane_));
+      variant_.fetch(variant_params_, walk_.tile(step) * kTileK + tile::fragment_column(lane_));
+    }
+    if constexpr (kMasked) {
+      walk_.template fetch<kTileK>(
+          info(tile_), step, group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_), lane_);
     }
   }
 
@@ -186,9 +189,7 @@ class MathWarpgroup {
   }
 
   // Is the first tile visited one that needs the mask? Under a causal mask it nearly always is.
-  PANTILE_DEVICE bool first_is_masked() const {
-    return kMask != MaskKind::full || visit_end_ > full_end_;
-  }
+  PANTILE_DEVICE bool first_is_masked() const { return kRowsDiffer || visit_end_ > full_end_; }
 
   // P of the scores and its sums. `before`: the use of V whose product is in flight; none is when a
   // tile's first step runs alone.
@@ -245,7 +246,7 @@ class MathWarpgroup {
       release(s_.q_empty[0]);
     }
     begin_tile();
-    softmax<true, kMask != MaskKind::full, false>(0, false);
+    softmax<true, kRowsDiffer, false>(0, false);
     if (visit_end_ - visit_begin() > 1) {
       wait_k(use_ + 1);
     }
@@ -256,7 +257,7 @@ class MathWarpgroup {
     o_started_ = 0;
     v_guarded_ = clear_tail_ || (careful_ && visit_end_ > full_end_);
     begin_variant();
-    fetch(visit_end_ - 1);
+    fetch<true>(visit_end_ - 1);
     variant_.score(S);
     if (first_is_masked()) {
       mask(visit_end_ - 1);
@@ -282,7 +283,7 @@ class MathWarpgroup {
       v_guarded_ = careful_;
     }
     pass_turn();
-    fetch(key_tile);
+    fetch<kMasked>(key_tile);
     prim::wgmma_wait<1>();
     prim::pin(S);
     release(s_.k_empty[buffer_of<kKStages>(use_)]);
@@ -299,19 +300,19 @@ class MathWarpgroup {
   // All steps of a tile but the first: masked, unmasked, and for windows masked again.
   PANTILE_DEVICE void remaining_steps() {
     int key_tile = visit_end_ - 2;
-    if constexpr (kMask != MaskKind::full) {
+    if constexpr (kRowsDiffer) {
 #pragma unroll 1
       for (; key_tile >= full_end_; --key_tile) {
         step<true>(key_tile);
       }
     }
-    const int full_begin = kMask == MaskKind::window ? full_begin_ : 0;
+    const int full_begin = kMaskedAtEnd ? full_begin_ : 0;
     wait_for_guards();
 #pragma unroll 1
     for (; key_tile >= full_begin; --key_tile) {
       step<false>(key_tile);
     }
-    if constexpr (kMask == MaskKind::window) {
+    if constexpr (kMaskedAtEnd) {
 #pragma unroll 1
       for (; key_tile >= visit_begin_; --key_tile) {
         step<true>(key_tile);
@@ -352,7 +353,7 @@ class MathWarpgroup {
     prim::pin(S);
     release(s_.k_empty[buffer_of<kKStages>(use_)]);
     begin_tile();
-    softmax<true, kMask != MaskKind::full>(before, visit_end_ - visit_begin() == 1);
+    softmax<true, kRowsDiffer>(before, visit_end_ - visit_begin() == 1);
     write_output(tile_ - 1, finished_buffer);
     return true;
   }
@@ -400,7 +401,7 @@ class MathWarpgroup {
     if (p_.o_low != nullptr) {
       store_low_bits<kDType>(p_, info(tile), O, inverse_);
     }
-    const bool taints = store_fragment<kConfig, kDType, kMask>(
+    const bool taints = store_fragment<kConfig, kDType, kRowsDiffer>(
         prim::shared_address(s_.o_tile(place, group_)), O, inverse_, warp_, lane_);
     prim::fence_async_proxy();
     if (taints && lane_ == 0 && info(tile).careful == 0) {
@@ -431,6 +432,7 @@ class MathWarpgroup {
   attn::OnlineSoftmax<kTileK / 2> softmax_;
   float inverse_[2];  // of the row sums of the finished tile
   Variant variant_;
+  Walk walk_;
 
   std::uint32_t use_ = 0, tile_ = 0;  // count uses of the rings of K and V, and tiles
   int q_buffer_ = 0;

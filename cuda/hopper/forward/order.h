@@ -12,7 +12,8 @@ namespace pantile::hopper {
 // Do tiles differ in length? Then blocks claim them one by one from a counter, longest first;
 // otherwise each block takes every blocks-th tile.
 inline bool claims_dynamically(const ForwardProblem& p, MaskKind mask) {
-  return mask != MaskKind::full || p.packed_q || p.packed_k || p.has_seqused_q || p.has_seqused_k;
+  return mask != MaskKind::full || p.packed_q || p.packed_k || p.has_seqused_q || p.has_seqused_k ||
+         mask_form(p.variant) != MaskForm::none;
 }
 
 // Tiles of one head; packed queries: slots of all sequences (load.cuh, locate_rows).

@@ -6,6 +6,7 @@
 #include "hopper/device_rule.h"
 #include "hopper/forward/config.h"
 #include "hopper/forward/order.h"
+#include "hopper/mask.h"
 #include "hopper/plan.h"
 #include "hopper/tensor_rules.h"
 #include "hopper/variant.h"
@@ -98,6 +99,9 @@ void configure_forward(ForwardPlan* plan) {
                       forward_order(p, row.mask, config.tile_q()).count() > plan->blocks;
   const std::size_t counters = claims ? 2 * sizeof(std::int32_t) : 0;
   plan->workspace = Workspace{counters, counters};
+  if (hooks.mask_forms != 0) {
+    plan->workspace.bytes = forward_lists(*plan).end;
+  }
 }
 
 }  // namespace pantile::hopper

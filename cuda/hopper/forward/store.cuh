@@ -9,12 +9,12 @@
 
 namespace pantile::hopper {
 
-template <ForwardConfig kConfig, DType kDType, MaskKind kMask>
+template <ForwardConfig kConfig, DType kDType, MaskKind kMask, class Walk>
 class Storer {
  public:
   PANTILE_DEVICE Storer(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
-                        const ForwardParams& params)
-      : s_(storage), maps_(maps), p_(params) {}
+                        const ForwardParams& params, const attn::VariantParams& variant_params)
+      : s_(storage), maps_(maps), p_(params), walk_(variant_params) {}
 
   PANTILE_DEVICE void run() {
     const bool leader = prim::elect_one();
@@ -25,7 +25,7 @@ class Storer {
       const TileInfo& info = s_.tiles[ring];
       if (info.visit_end > 0) {
         const int place = kConfig.o_apart ? info.o_stage : buffer;
-        if (kMask != MaskKind::full && info.careful) {
+        if ((kMask != MaskKind::full || Walk::kListed) && info.careful) {
           prepare_again(info, ring, place, leader);
         }
         if (!p_.output_f32) {
@@ -56,7 +56,8 @@ class Storer {
     }
     __syncwarp();
     if (s_.needs_repair[ring] != 0) {
-      repair<kConfig, kDType>(s_, p_, info, place);
+      walk_.template begin<kConfig.tile_q()>(p_, info);
+      repair<kConfig, kDType>(s_, p_, info, place, walk_);
       if (p_.output_f32) {
         repair_float32<kConfig, kDType>(s_, p_, info, place);
       }
@@ -111,6 +112,7 @@ class Storer {
   ForwardStorage<kConfig>& s_;
   const ForwardMaps& maps_;
   const ForwardParams& p_;
+  Walk walk_;
 };
 
 }  // namespace pantile::hopper
