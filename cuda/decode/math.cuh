@@ -27,13 +27,6 @@ inline constexpr float kNoReference = -3.0e38f;
 inline constexpr float kRaiseLimit = 8.0f;           // base 2
 inline constexpr float kLeastUnit = 1.1754944e-38f;  // 2^-126
 
-// tanh(x) from exp2(2 log2(e) x): absolute error 2^-22.
-PANTILE_DEVICE float tanh_of(float twice_log2) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + prim::exp2_approx(twice_log2)));
-  return fmaf(result, -2.0f, 1.0f);
-}
-
 template <class Config, DType kDType>
 class Math {
  public:
@@ -238,7 +231,7 @@ class Math {
     for (int n = 0; n < kQTiles; ++n) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        s[n][c] = tanh_of(s[n][c] * p_.cap_inner);
+        s[n][c] = prim::tanh_of_log2(s[n][c] * p_.cap_inner);
       }
     }
   }
