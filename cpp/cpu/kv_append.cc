@@ -71,9 +71,9 @@ void quantise_row(const KvProblem& p, const float* row, int dim, float* scale,
   }
   for (int i = 0; i < dim; ++i) {
     const float x = row[i] / divisor;
-    codes[i] = !e4m3              ? encode_int8(x)
+    codes[i] = !e4m3                   ? encode_int8(x)
                : std::isfinite(row[i]) ? core::encode_e4m3(x)
-                                  : std::uint8_t{0x7f};
+                                       : std::uint8_t{0x7f};
   }
 }
 
