@@ -44,7 +44,7 @@ LAYERS = {
     "cuda/backend.": [PUBLIC, "cuda/backend.h", "cuda/driver.h"],
     "python/bindings/": [PUBLIC, "python/bindings/"],
     "tests/consumer/": [PUBLIC],
-    "examples/": [PUBLIC],
+    "examples/": [PUBLIC, "examples/"],
     "tests/core/": [CORE, PUBLIC, "tests/core/"],
     "tests/": [""],
     "benchmarks/": [PUBLIC],

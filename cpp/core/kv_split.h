@@ -27,4 +27,10 @@ PANTILE_HD constexpr int part_count(int keys, int part_keys) {
   return keys <= 0 ? 0 : (keys - 1) / part_keys + 1;
 }
 
+// The most parts that split `invariant` gives a sequence of at most `capacity` slots.
+PANTILE_HD constexpr int most_invariant_parts(int capacity) {
+  return max_of(min_of(part_count(capacity, kLeastInvariantKeys), 16),
+                part_count(capacity, kMostInvariantKeys));
+}
+
 }  // namespace pantile::core

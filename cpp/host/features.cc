@@ -30,6 +30,9 @@ FeatureSet required(const BackwardProblem& problem) {
 FeatureSet required(const QuantizeProblem& problem) {
   return required_of(problem);
 }
+FeatureSet required(const KvProblem& problem) {
+  return required_of(problem);
+}
 
 Status feature_rule(const KernelInfo& row, FeatureSet required) {
   char missing[192] = {0};
@@ -74,6 +77,18 @@ const char* feature_name(Feature feature) {
     case Feature::block_mask: return "block masks";
     case Feature::element_mask: return "masks of elements";
     case Feature::documents: return "document masks";
+    case Feature::paged: return "keys in pages";
+    case Feature::cache_index: return "cache_index";
+    case Feature::leftpad: return "leftpad";
+    case Feature::v_in_k: return "V inside of K";
+    case Feature::cache_e4m3: return "e4m3 caches";
+    case Feature::cache_int8: return "int8 caches";
+    case Feature::scale_head: return "scales of heads";
+    case Feature::scale_token: return "scales of tokens";
+    case Feature::tree_mask: return "tree masks";
+    case Feature::split_invariant: return "split=invariant";
+    case Feature::split_fixed: return "splits of fixed length";
+    case Feature::rotary: return "rotary embedding";
   }
   return "?";
 }

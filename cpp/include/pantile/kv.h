@@ -191,7 +191,7 @@ struct DecodePlan {
   const KernelInfo* kernel = nullptr;
   int tile_q = 0;                  // packed rows (query, query head of the group) of a work item
   int tile_k = 0;                  // keys of a step
-  int blocks = 0;                  // thread blocks launched; CPU: threads
+  int blocks = 0;                  // thread blocks launched; CPU: work items
   std::int64_t schedule_ints = 0;  // int32 entries of a schedule; depends on capacities only
   Workspace workspace;
 };
