@@ -117,7 +117,7 @@ class Rows {
     const Final final = finish_row(state, p_.sinks, head);
     if (dim == 0 && p_.lse != nullptr) {
       const std::int64_t at =
-          p_.cu_seqlens_q != nullptr
+          p_.arrays.cu_seqlens_q != nullptr
               ? head * p_.lse_head + s_.first_query + row.quotient
               : (static_cast<std::int64_t>(b_) * p_.heads_q + head) * p_.lse_head + row.quotient;
       p_.lse[at] = final.lse_log2 * core::kLn2;
@@ -234,7 +234,7 @@ PANTILE_DEVICE void merge_parts(const DecodeParams& p, const Rows<Config>& rows,
     const int dim = i % kQuads * 4;
     const core::SoftmaxState state{storage.reference[0][column], storage.sum[0][column]};
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
+#pragma unroll 16
     for (int part = 0; part < slots.count; ++part) {
       const float* const from = part_of<Config>(p, slots.at(part));
       const float4 x =

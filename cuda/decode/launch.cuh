@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/softmax_state.h"
+#include "decode/arrays.h"
 #include "decode/kernel.cuh"
 #include "decode/plan.h"
 #include "driver.h"
@@ -37,12 +38,8 @@ inline void set_tensors(DecodeParams& params, const KvProblem& p, const KvTensor
   params.q_rows = RowSide{p.packed_q ? 0 : p.q.batch, p.q.seq, p.q.head};
   params.o_rows = RowSide{p.packed_q ? 0 : p.o.batch, p.o.seq, p.o.head};
   params.lse_head = p.packed_q ? p.total_q : p.seqlen_q;
-  params.lengths = t.lengths;
-  params.cu_seqlens_q = p.packed_q ? t.cu_seqlens_q : nullptr;
-  params.cu_seqlens_new = p.packed_new ? t.cu_seqlens_new : nullptr;
+  params.arrays = kv_arrays(p, t);
   params.block_table = p.page_size > 0 ? t.block_table : nullptr;
-  params.cache_index = p.has_cache_index ? t.cache_index : nullptr;
-  params.leftpad = p.has_leftpad ? t.leftpad : nullptr;
   params.tree_mask = p.has_tree_mask ? t.tree_mask : nullptr;
   params.sinks = p.has_sinks ? t.sinks : nullptr;
 }
@@ -60,12 +57,9 @@ inline DecodeParams decode_params(const DecodePlan& plan, const KvTensors& tenso
   params.batch = static_cast<int>(p.batch);
   params.heads_q = static_cast<int>(p.heads_q);
   params.heads_k = static_cast<int>(p.heads_k);
-  params.seqlen_q = static_cast<int>(p.seqlen_q);
-  params.seqlen_new = static_cast<int>(p.seqlen_new);
-  params.capacity = static_cast<int>(capacity(p));
   params.head_dim = static_cast<int>(p.head_dim);
   params.head_dim_v = static_cast<int>(p.head_dim_v);
-  params.row_tiles = core::ceil_div(params.seqlen_q * group, plan.tile_q);
+  params.row_tiles = core::ceil_div(params.arrays.seqlen_q * group, plan.tile_q);
   const core::Mask mask = core::make_mask(0, 0, p.window_left, p.window_right);
   params.window_left = mask.left;
   params.window_right = mask.right;

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "decode/append.cuh"
+#include "decode/arrays.h"
 #include "driver.h"
 #include "pantile/kv.h"
 #include "pantile/status.h"
@@ -20,20 +21,9 @@ inline TargetRows target_rows(void* data, const CacheLayout& layout, float* scal
                     scale.block, scale.slot,   scale.head,  static_cast<int>(dim)};
 }
 
-inline void set_arrays(core::KvArrays& arrays, const KvProblem& p, const KvTensors& t) {
-  arrays.lengths = t.lengths;
-  arrays.cu_seqlens_q = p.packed_q ? t.cu_seqlens_q : nullptr;
-  arrays.cu_seqlens_new = p.packed_new ? t.cu_seqlens_new : nullptr;
-  arrays.cache_index = p.has_cache_index ? t.cache_index : nullptr;
-  arrays.leftpad = p.has_leftpad ? t.leftpad : nullptr;
-  arrays.seqlen_q = static_cast<int>(p.seqlen_q);
-  arrays.seqlen_new = static_cast<int>(p.seqlen_new);
-  arrays.capacity = static_cast<int>(capacity(p));
-}
-
 inline AppendParams append_params(const KvProblem& p, const KvTensors& t) {
   AppendParams params{};
-  set_arrays(params.arrays, p, t);
+  params.arrays = kv_arrays(p, t);
   params.k_new = source_rows(t.k_new, p.k_new);
   params.v_new = source_rows(t.v_new, p.v_new);
   params.q = source_rows(t.q, p.q);

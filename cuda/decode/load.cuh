@@ -29,7 +29,6 @@ class Loader {
         thread_(member * 32 + prim::lane_index()),
         ring_(prim::shared_address(&storage.ring[0][slice][0])) {
     walk_.start(params, range);
-    find_row();
     find_place();
   }
 
@@ -39,11 +38,7 @@ class Loader {
       copy(ring_ + static_cast<std::uint32_t>(stage * Config::kSlices * Config::kSliceBytes));
       ++walk_.tile;
       if (walk_.piece_ends()) {
-        const int before = walk_.b;
         walk_.next_piece(p_);
-        if (walk_.b != before) {
-          find_row();
-        }
       }
       if (walk_.more) {
         find_place();
@@ -59,14 +54,12 @@ class Loader {
     return walk_.tile * Config::kTileKeys + slice_ * kSliceKeys;
   }
 
-  PANTILE_DEVICE void find_row() { row_ = cache_row(p_, walk_.b); }
-
   PANTILE_DEVICE void find_place() {
     int key = first_key();
     if (!p_.whole_slices) {
       key += prim::lane_index() % kSliceKeys;
     }
-    place_.page = row_;
+    place_.page = walk_.s.row;
     place_.slot = key;
     if (p_.block_table != nullptr) {
       const auto at = p_.page.divmod(key);
@@ -75,7 +68,7 @@ class Loader {
       const bool used =
           key < walk_.s.keys && (p_.whole_slices ? key + kSliceKeys : key + 1) > walk_.s.first;
       if (used) {
-        place_.page = p_.block_table[row_ * p_.table_stride + at.quotient];
+        place_.page = p_.block_table[walk_.s.row * p_.table_stride + at.quotient];
       }
     }
   }
@@ -135,7 +128,6 @@ class Loader {
   const int slice_, thread_;
   const std::uint32_t ring_;
   Walk<Config> walk_;
-  int row_;
   Place place_;
 };
 

@@ -7,8 +7,8 @@
 // A query's reference is raised when a score exceeds it by 2^8; each query decides by itself, so
 // its bits do not depend on the queries beside it. Every sum runs in the order of the keys.
 //
-// 8-bit caches: the scale of a key multiplies its column of S; the scale of a value multiplies its
-// weight, relative to the query's value_unit_, so that weights stay within f16.
+// 8-bit caches: the scale of a key multiplies its scores; that of a value multiplies its weight
+// over the query's value_unit_, so that weights stay within f16.
 #pragma once
 
 #include <cstdint>
@@ -53,9 +53,9 @@ class Math {
     const Sequence& s = walk.s;
     tree_ = p_.tree_mask == nullptr
                 ? nullptr
-                : p_.tree_mask + (p_.cu_seqlens_q != nullptr
+                : p_.tree_mask + (p_.arrays.cu_seqlens_q != nullptr
                                       ? s.first_query
-                                      : static_cast<std::int64_t>(walk.b) * p_.seqlen_q);
+                                      : static_cast<std::int64_t>(walk.b) * p_.arrays.seqlen_q);
     shift_ = s.keys - s.queries;
     full_first_ = core::max_of(s.first, s.keys - 1 - p_.window_left);
     full_last_ = core::min_of(s.keys, shift_ + (tree_ != nullptr ? 0 : p_.window_right + 1));
@@ -121,7 +121,7 @@ class Math {
     multiply_values(packed, v);
   }
 
-  // Sums over the 8 lanes that hold keys of a query.
+  // Over the 8 lanes that hold keys of a query.
   PANTILE_DEVICE void finish_sums() {
 #pragma unroll
     for (int n = 0; n < kQTiles; ++n) {

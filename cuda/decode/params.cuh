@@ -6,6 +6,7 @@
 
 #include "core/geometry.h"
 #include "core/integer.h"
+#include "core/kv_sequence.h"
 #include "core/kv_split.h"
 #include "pantile/dtype.h"
 #include "prim/address.cuh"
@@ -41,20 +42,16 @@ struct DecodeParams {
   RowSide q_rows, o_rows;
   std::int64_t lse_head;  // floats between heads of LSE: seqlen_q, or the packed rows
 
-  const std::int32_t* lengths;
-  const std::int32_t* cu_seqlens_q;    // null: seqlen_q each
-  const std::int32_t* cu_seqlens_new;  // null: seqlen_new each
-  const std::int32_t* block_table;     // null: a dense cache
-  const std::int32_t* cache_index;     // null: sequence b is row b
-  const std::int32_t* leftpad;         // null: none
-  const std::int64_t* tree_mask;       // null: window alone
-  const float* sinks;                  // null: none
+  core::KvArrays arrays;
+  const std::int32_t* block_table;  // null: a dense cache
+  const std::int64_t* tree_mask;    // null: window alone
+  const float* sinks;               // null: none
   std::int64_t table_stride;
 
   core::FastDivmod group;  // query heads of a key head
   core::FastDivmod page;   // slots of a page; dense: more than any cache has
   bool whole_slices;       // the keys of a slice lie on one page
-  int batch, heads_q, heads_k, seqlen_q, seqlen_new, capacity;
+  int batch, heads_q, heads_k;
   int head_dim, head_dim_v;
   int row_tiles;                  // tiles of packed queries of a key head
   int window_left, window_right;  // core::kNoBound: none
@@ -80,6 +77,7 @@ struct Sequence {
   int first;        // first key that a query sees
   int queries;      //
   int first_query;  // packed: row of Q of query 0; else 0
+  int row;          // of the block table, or of a dense cache
   int tile, tiles;  // first tile, and one past the last; at least one tile, if an empty one
   int cut_shift;    // Cuts::by_length: log2 of the tiles between cuts
 };
@@ -97,29 +95,18 @@ PANTILE_DEVICE int count_parts(const DecodeParams& p, const Sequence& s) {
 
 template <int kTileKeys>
 PANTILE_DEVICE Sequence read_sequence(const DecodeParams& p, int b) {
+  static_assert((kTileKeys & (kTileKeys - 1)) == 0);
+  const core::KvSequence located = core::locate_kv_sequence(p.arrays, b);
   Sequence s;
-  const int added =
-      p.cu_seqlens_new != nullptr ? p.cu_seqlens_new[b + 1] - p.cu_seqlens_new[b] : p.seqlen_new;
-  s.keys = core::clamp(p.lengths[b] + added, 0, p.capacity);
-  s.queries = p.seqlen_q;
-  s.first_query = 0;
-  if (p.cu_seqlens_q != nullptr) {
-    s.first_query = p.cu_seqlens_q[b];
-    s.queries = p.cu_seqlens_q[b + 1] - s.first_query;
-  }
-  s.first =
-      core::max_of(p.leftpad != nullptr ? p.leftpad[b] : 0, s.keys - s.queries - p.window_left);
-  s.first = core::clamp(s.first, 0, s.keys);
+  s.keys = located.keys;
+  s.queries = located.queries;
+  s.first_query = p.arrays.cu_seqlens_q != nullptr ? static_cast<int>(located.query_row) : 0;
+  s.row = located.cache_row;
+  s.first = core::clamp(s.keys - s.queries - p.window_left, located.first_key, s.keys);
   s.tile = s.first / kTileKeys;
   s.tiles = core::max_of(core::ceil_div(s.keys, kTileKeys), s.tile + 1);
-  static_assert((kTileKeys & (kTileKeys - 1)) == 0);
   s.cut_shift = 31 - __clz(core::invariant_part_keys(s.keys) / kTileKeys);
   return s;
-}
-
-// The row of the block table, or of a dense cache, of sequence b.
-PANTILE_DEVICE int cache_row(const DecodeParams& p, int b) {
-  return p.cache_index != nullptr ? p.cache_index[b] : b;
 }
 
 }  // namespace pantile::decode
