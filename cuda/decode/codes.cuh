@@ -182,4 +182,9 @@ PANTILE_DEVICE float unit_of(float most) {
                                 : 1.0f;
 }
 
+// 1 / unit of what unit_of() gives.
+PANTILE_DEVICE float inverse_unit(float unit) {
+  return __uint_as_float(0x7f000000u - __float_as_uint(unit));
+}
+
 }  // namespace pantile::decode

@@ -115,14 +115,21 @@ constexpr int most_columns(const Shape& shape, SharedClass shared) {
   return columns;
 }
 
-// For `rows` packed queries. Latent caches have 16 and 64 only.
+// Latent caches have tiles of 16 and 64 queries only.
+constexpr bool has_columns(const Shape& shape, int columns, SharedClass shared) {
+  return columns <= most_columns(shape, shared) &&
+         (!shape.v_in_k || columns == 16 || columns == 64);
+}
+
+// For `rows` packed queries: the smallest tile that holds them, or the largest.
 constexpr int columns_for(int rows, const Shape& shape, SharedClass shared) {
-  const int most = most_columns(shape, shared);
-  int columns = 8;
-  while (columns < rows && columns < most) {
-    columns *= 2;
+  int best = 0;
+  for (int columns = 64; columns >= 8; columns /= 2) {
+    if (has_columns(shape, columns, shared) && (best == 0 || columns >= rows)) {
+      best = columns;
+    }
   }
-  return columns;
+  return best;
 }
 
 }  // namespace pantile::decode

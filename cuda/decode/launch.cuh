@@ -100,24 +100,18 @@ Status launch_config(const DecodePlan& plan, const DecodeParams& params, cudaStr
 
 template <Shape kShape, DType kDType, SharedClass kShared>
 Status launch_shape(const DecodePlan& plan, const DecodeParams& params, cudaStream_t stream) {
-  constexpr int kMost = most_columns(kShape, kShared);
   switch (plan.tile_q) {
-    case 8: return launch_config<Config<kShape, 8, kShared>, kDType>(plan, params, stream);
-    case 16:
-      if constexpr (kMost >= 16) {
-        return launch_config<Config<kShape, 16, kShared>, kDType>(plan, params, stream);
-      }
-      break;
-    case 32:
-      if constexpr (kMost >= 32) {
-        return launch_config<Config<kShape, 32, kShared>, kDType>(plan, params, stream);
-      }
-      break;
-    case 64:
-      if constexpr (kMost >= 64) {
-        return launch_config<Config<kShape, 64, kShared>, kDType>(plan, params, stream);
-      }
-      break;
+#define PANTILE_COLUMNS(columns)                                                            \
+  case columns:                                                                             \
+    if constexpr (has_columns(kShape, columns, kShared)) {                                  \
+      return launch_config<Config<kShape, columns, kShared>, kDType>(plan, params, stream); \
+    }                                                                                       \
+    break;
+    PANTILE_COLUMNS(8)
+    PANTILE_COLUMNS(16)
+    PANTILE_COLUMNS(32)
+    PANTILE_COLUMNS(64)
+#undef PANTILE_COLUMNS
     default: break;
   }
   return Status::error(StatusCode::unsupported, "%s has no tile of %d queries", plan.kernel->name,

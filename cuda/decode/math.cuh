@@ -333,7 +333,7 @@ class Math {
     for (int n = 0; n < kQTiles; ++n) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        p[n][c] *= seen[n][c] * (1.0f / value_unit_[n][c % 2]);
+        p[n][c] *= seen[n][c] * inverse_unit(value_unit_[n][c % 2]);
       }
     }
   }

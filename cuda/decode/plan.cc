@@ -105,6 +105,9 @@ Status accept(const KernelInfo& row, const KvProblem& p, SharedClass shared) {
   if (!(p.scale >= 0.0f)) {
     return Status::error(kUnsupported, "needs scale >= 0, it is %g", static_cast<double>(p.scale));
   }
+  if (row.head_dim_v > 256 && !p.v_in_k) {
+    return Status::error(kUnsupported, "is for latent caches, whose V is in K");
+  }
   const int elements = kChunkBytes / shape_of(row, p).element_bytes();
   const Status rules[] = {
       dim_rule("head_dim", p.head_dim, elements),

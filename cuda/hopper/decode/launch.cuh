@@ -22,7 +22,8 @@ Status launch_decode(const DecodePlan& plan, const KvTensors& tensors, void* wor
   if (plan.problem.format != CacheFormat::plain) {
     return launch_decode_codes(plan, params, kHeadDim, cuda_stream);
   }
-  constexpr decode::Shape kShape{kHeadDim, kHeadDimV, CacheFormat::plain, false};
+  constexpr bool kLatent = kHeadDimV > 256;
+  constexpr decode::Shape kShape{kHeadDim, kHeadDimV, CacheFormat::plain, kLatent};
   return decode::launch_shape<kShape, kDType, decode::SharedClass::large>(plan, params,
                                                                           cuda_stream);
 }
