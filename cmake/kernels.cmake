@@ -54,6 +54,10 @@ function(pantile_read_kernels)
       set(launcher forward_fp8)
       set(folder fp8)
     endif()
+    set(Tensors ${Pass}Tensors)
+    if(pass MATCHES "^(decode|append)$")
+      set(Tensors KvTensors)
+    endif()
     string(APPEND _table
       "PANTILE_KERNEL_ROW(${name}, ${backend}, ${pass}, ${dtype}, ${head_dim}, ${head_dim_v}, ${mask}, ${features})\n")
     string(CONFIGURE "${_template}" _instance @ONLY)
@@ -69,6 +73,9 @@ function(pantile_read_kernels)
     endif()
     if(pass STREQUAL "backward" AND NOT dtype STREQUAL "f32")
       list(APPEND _instances_${_group} ${PROJECT_SOURCE_DIR}/cuda/${backend}/row_kernels.cu)
+    endif()
+    if(pass STREQUAL "decode" AND backend STREQUAL "hopper")
+      list(APPEND _instances_${_group} ${PROJECT_SOURCE_DIR}/cuda/hopper/decode/code_kernels.cu)
     endif()
   endforeach()
   if(_files)
@@ -120,8 +127,9 @@ endfunction()
 pantile_read_kernels()
 target_sources(pantile PRIVATE
   cuda/hopper/forward/plan.cc cuda/hopper/backward/plan.cc cuda/hopper/fp8/plan.cc
-  cuda/hopper/mask.cc cuda/hopper/requests.cc cuda/hopper/variant.cc cuda/ampere/requests.cc cuda/ampere/variant.cc
-  cuda/ampere/forward/plan.cc cuda/ampere/backward/plan.cc)
+  cuda/hopper/mask.cc cuda/hopper/requests.cc cuda/hopper/variant.cc cuda/ampere/requests.cc
+  cuda/ampere/variant.cc cuda/ampere/forward/plan.cc cuda/ampere/backward/plan.cc
+  cuda/decode/plan.cc cuda/hopper/decode/plan.cc cuda/ampere/decode/plan.cc)
 
 if(PANTILE_HAS_CUDA)
   cmake_host_system_information(RESULT _cores QUERY NUMBER_OF_LOGICAL_CORES)

@@ -22,7 +22,7 @@ pantile_project_test(consumer.find_package ${CMAKE_CURRENT_SOURCE_DIR}/consumer
   ${_work}/consumer.find_package/consumer
   OPTIONS -DCMAKE_PREFIX_PATH=${_work}/prefix)
 pantile_project_test(consumer.engine ${PROJECT_SOURCE_DIR}/examples/cpp_engine
-  "${_work}/consumer.engine/engine;256"
+  "${_work}/consumer.engine/engine;12"
   OPTIONS -DCMAKE_PREFIX_PATH=${_work}/prefix)
 pantile_project_test(consumer.page ${CMAKE_CURRENT_SOURCE_DIR}/consumer/page
   ${_work}/consumer.page/page

@@ -58,12 +58,15 @@ def read_rows() -> list[Row]:
     table = (ROOT / "cpp/host/kernel_table.cc").read_text()
     problem = (ROOT / "cpp/include/pantile/problem.h").read_text()
     largest = re.search(r"kMaxHeadDim = (\d+)", problem)
+    cached = (ROOT / "cpp/include/pantile/kv.h").read_text()
+    largest_cached = re.search(r"kMaxKvHeadDim = (\d+)", cached)
     scaling = (ROOT / "cpp/core/scaling.h").read_text()
     largest_fp8 = re.search(r"kMaxFp8Dim = (\d+)", scaling)
     for backend, way, dtype in re.findall(
-        r'(cpu|reference)_(forward|backward|quantize)\w*\("\w+", DType::(\w+)\)', table
+        r'(cpu|reference)_(forward|backward|quantize|decode)\w*\("\w+", DType::(\w+)\)', table
     ):
         most = largest_fp8 if way == "quantize" or dtype == "e4m3" else largest
+        most = largest_cached if way == "decode" else most
         rows.append((backend, way, dtype, f"1 to {most[1]}", "any"))
     return rows
 
@@ -116,7 +119,7 @@ def make_table() -> str:
         return listed(chosen)
 
     def masks(backend: str) -> str:
-        found = {r[4] for r in rows if r[0] == backend and r[1] != "quantize"}
+        found = {r[4] for r in rows if r[0] == backend and r[1] in ("forward", "backward")}
         return listed(set(MASKS) if "any" in found else found, MASKS)
 
     features = {
@@ -127,6 +130,8 @@ def make_table() -> str:
         "kernels for head dims, forward": lambda b: dims(b, "forward", False),
         "kernels for head dims, backward": lambda b: dims(b, "backward", False),
         "FP8 (e4m3) kernels for head dims, forward": lambda b: dims(b, "forward", True),
+        "[decode over a KV cache](docs/inference.md)": lambda b: dtypes(b, "decode"),
+        "decode, kernels for head dims": lambda b: dims(b, "decode", False),
         "masks": masks,
         **{name: lambda b: "yes" for name in EVERY_BACKEND},
         "[variants](docs/variants.md)": variants_of,

@@ -12,6 +12,7 @@
 
 #include "cpu/items.h"
 #include "cpu/job.h"
+#include "cpu/kv_support.h"
 
 namespace pantile::cpu {
 namespace {
@@ -60,26 +61,6 @@ bool has_fast_bf16() {
 #else
   return false;
 #endif
-}
-
-const KernelTable& kernels_for(CpuIsa isa) {
-  switch (isa) {
-#if defined(__x86_64__)
-    case CpuIsa::avx2: return avx2::kKernels;
-    case CpuIsa::avx512: return avx512::kKernels;
-    case CpuIsa::avx512_bf16: return avx512_bf16::kKernels;
-#endif
-    default: return baseline::kKernels;
-  }
-}
-
-Status check_isa(const DeviceProps& device) {
-  if (device.isa > hardware_isa()) {
-    return Status::error(StatusCode::unavailable,
-                         "the plan is for a CPU with %s; the best of this one is %s",
-                         cpu_isa_name(device.isa), cpu_isa_name(hardware_isa()));
-  }
-  return Status();
 }
 
 Status accept_problem(const ForwardProblem& problem, const DeviceProps& device) {
@@ -259,6 +240,26 @@ int backward_item_keys(const ForwardProblem& problem) {
 }
 
 }  // namespace
+
+const KernelTable& kernels_for(CpuIsa isa) {
+  switch (isa) {
+#if defined(__x86_64__)
+    case CpuIsa::avx2: return avx2::kKernels;
+    case CpuIsa::avx512: return avx512::kKernels;
+    case CpuIsa::avx512_bf16: return avx512_bf16::kKernels;
+#endif
+    default: return baseline::kKernels;
+  }
+}
+
+Status check_isa(const DeviceProps& device) {
+  if (device.isa > hardware_isa()) {
+    return Status::error(StatusCode::unavailable,
+                         "the plan is for a CPU with %s; the best of this one is %s",
+                         cpu_isa_name(device.isa), cpu_isa_name(hardware_isa()));
+  }
+  return Status();
+}
 
 CpuIsa detect_isa() {
   const CpuIsa best = hardware_isa();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "pantile/attention.h"
+#include "pantile/kv.h"
 #include "pantile/quantize.h"
 
 namespace pantile::cpu {
@@ -42,5 +43,22 @@ Status accept_quantize(const KernelInfo& row, const QuantizeProblem& problem,
 void configure_quantize(QuantizePlan* plan);
 Status run_quantize(const QuantizePlan& plan, const QuantizeTensors& tensors, void* workspace,
                     void* stream);
+
+// Over a cache (kv.h). Sequences are cut into parts of keys, which threads compute apart and which
+// are merged in ascending order; a schedule holds how many there are.
+Status accept_decode(const KernelInfo& row, const KvProblem& problem, const DeviceProps& device);
+void configure_decode(DecodePlan* plan);
+Status schedule_decode(const DecodePlan& plan, const KvTensors& tensors, std::int32_t* schedule,
+                       void* stream);
+Status run_decode(const DecodePlan& plan, const KvTensors& tensors, void* workspace, void* stream);
+// In double, one query at a time.
+void configure_reference_decode(DecodePlan* plan);
+Status reference_decode(const DecodePlan& plan, const KvTensors& tensors, void* workspace,
+                        void* stream);
+Status schedule_nothing(const DecodePlan& plan, const KvTensors& tensors, std::int32_t* schedule,
+                        void* stream);
+Status accept_append(const KernelInfo& row, const KvProblem& problem, const DeviceProps& device);
+void configure_append(AppendPlan* plan);
+Status run_append(const AppendPlan& plan, const KvTensors& tensors, void* workspace, void* stream);
 
 }  // namespace pantile::cpu

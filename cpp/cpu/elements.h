@@ -43,4 +43,45 @@ inline void load_row(DType dtype, const void* data, std::int64_t first, int coun
   }
 }
 
+// Nearest, ties to even.
+inline std::uint16_t float_to_bf16(float x) {
+  const std::uint32_t bits = core::float_bits(x);
+  const bool nan = x != x;
+  return static_cast<std::uint16_t>(nan ? (bits >> 16) | 0x40u
+                                        : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Nearest, ties to even; from 65520 on infinity. Adding 0.5 puts the last bit of a subnormal half
+// at the last bit of the sum.
+inline std::uint16_t float_to_f16(float x) {
+  const std::uint32_t sign = (core::float_bits(x) >> 16) & 0x8000u;
+  const std::uint32_t magnitude = core::float_bits(x) & 0x7fffffffu;
+  std::uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+  } else if (magnitude >= 0x477ff000u) {
+    half = 0x7c00u;
+  } else if (magnitude < (113u << 23)) {
+    half = core::float_bits(core::bits_float(magnitude) + 0.5f) - 0x3f000000u;
+  } else {
+    half = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  }
+  return static_cast<std::uint16_t>(half | sign);
+}
+
+// `count` numbers to elements from element `first` on; f32, f16 or bf16.
+inline void store_floats(DType dtype, void* data, std::int64_t first, int count,
+                         const float* from) {
+  auto* const bytes = static_cast<std::uint8_t*>(data) + first * dtype_bytes(dtype);
+  if (dtype == DType::f32) {
+    std::memcpy(bytes, from, static_cast<std::size_t>(count) * sizeof *from);
+    return;
+  }
+  for (int i = 0; i < count; ++i) {
+    const std::uint16_t half =
+        dtype == DType::bf16 ? float_to_bf16(from[i]) : float_to_f16(from[i]);
+    std::memcpy(bytes + 2 * i, &half, sizeof half);
+  }
+}
+
 }  // namespace pantile::cpu

@@ -372,6 +372,8 @@ PANTILE_HD BackwardScratch backward_scratch(const BackwardJob& job, void* base) 
   return scratch;
 }
 
+struct DecodeJob;  // cpu/kv_job.h
+
 // One instruction set's kernels. `item` is a work id of the job's order, `scratch` is the calling
 // thread's own memory.
 struct KernelTable {
@@ -383,6 +385,8 @@ struct KernelTable {
   // Items: [heads_k][kSharedRows rows of total_k].
   void (*write_shared_keys)(const BackwardJob& job, int item, void*);
   void (*forward_fp8)(const Fp8ForwardJob& job, int item, void* scratch);
+  void (*decode)(const DecodeJob& job, int item, void* scratch);        // cpu/kv_job.h
+  void (*merge_decode)(const DecodeJob& job, int item, void* scratch);  // items of one chunk
 };
 
 namespace baseline {

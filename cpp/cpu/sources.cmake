@@ -3,6 +3,9 @@
 set(PANTILE_CPU_SOURCES
   ${CMAKE_CURRENT_LIST_DIR}/backend.cc
   ${CMAKE_CURRENT_LIST_DIR}/job.cc
+  ${CMAKE_CURRENT_LIST_DIR}/kv.cc
+  ${CMAKE_CURRENT_LIST_DIR}/kv_append.cc
+  ${CMAKE_CURRENT_LIST_DIR}/kv_reference.cc
   ${CMAKE_CURRENT_LIST_DIR}/parallel.cc
   ${CMAKE_CURRENT_LIST_DIR}/quantize.cc
   ${CMAKE_CURRENT_LIST_DIR}/reference.cc

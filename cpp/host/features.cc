@@ -30,6 +30,9 @@ FeatureSet required(const BackwardProblem& problem) {
 FeatureSet required(const QuantizeProblem& problem) {
   return required_of(problem);
 }
+FeatureSet required(const KvProblem& problem) {
+  return required_of(problem);
+}
 
 Status feature_rule(const KernelInfo& row, FeatureSet required) {
   char missing[192] = {0};
@@ -76,7 +79,18 @@ const char* feature_name(Feature feature) {
     case Feature::documents: return "document masks";
     case Feature::key_ranges: return "key ranges (k_begin)";
     case Feature::mask_shift: return "mask_shift";
-    case Feature::paged: return "paged keys (block_table)";
+    case Feature::paged: return "keys in pages (block_table)";
+    case Feature::cache_index: return "cache_index";
+    case Feature::leftpad: return "leftpad";
+    case Feature::v_in_k: return "V inside of K";
+    case Feature::cache_e4m3: return "e4m3 caches";
+    case Feature::cache_int8: return "int8 caches";
+    case Feature::scale_head: return "scales of heads";
+    case Feature::scale_token: return "scales of tokens";
+    case Feature::tree_mask: return "tree masks";
+    case Feature::split_invariant: return "split=invariant";
+    case Feature::split_fixed: return "splits of fixed length";
+    case Feature::rotary: return "rotary embedding";
   }
   return "?";
 }

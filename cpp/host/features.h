@@ -2,6 +2,7 @@
 // one that is new is refused by all rows until their kernels have it.
 #pragma once
 
+#include "pantile/kv.h"
 #include "pantile/problem.h"
 #include "pantile/quantize.h"
 #include "pantile/registry.h"
@@ -58,12 +59,32 @@ inline constexpr FeatureSet backward_ampere = backward_sinks.with(Feature::softc
                                                   .with(Feature::grad_alibi);
 inline constexpr FeatureSet quantize_fp8{Feature::packed, Feature::seqused};
 inline constexpr FeatureSet quantize = quantize_fp8.with(Feature::smooth_k).with(Feature::hadamard);
+// Over a cache. On a GPU rows may list less.
+inline constexpr FeatureSet append{Feature::packed,     Feature::paged,      Feature::cache_index,
+                                   Feature::leftpad,    Feature::v_in_k,     Feature::cache_e4m3,
+                                   Feature::cache_int8, Feature::scale_head, Feature::scale_token,
+                                   Feature::rotary};
+inline constexpr FeatureSet decode_plain{
+    Feature::packed,     Feature::paged,           Feature::cache_index, Feature::leftpad,
+    Feature::tree_mask,  Feature::sinks,           Feature::softcap,     Feature::lse,
+    Feature::output_f32, Feature::split_invariant, Feature::split_fixed};
+inline constexpr FeatureSet decode_8bit = decode_plain.with(Feature::cache_e4m3)
+                                              .with(Feature::cache_int8)
+                                              .with(Feature::scale_head)
+                                              .with(Feature::scale_token);
+// Latent caches on a GPU: the order of additions depends on the number of queries.
+inline constexpr FeatureSet decode_latent{
+    Feature::packed,    Feature::paged,      Feature::cache_index,    Feature::leftpad,
+    Feature::v_in_k,    Feature::sinks,      Feature::softcap,        Feature::lse,
+    Feature::tree_mask, Feature::output_f32, Feature::split_invariant};
+inline constexpr FeatureSet decode = decode_8bit.with(Feature::v_in_k);
 }  // namespace feature_sets
 
 // What a canonical problem asks for.
 FeatureSet required(const ForwardProblem& problem);
 FeatureSet required(const BackwardProblem& problem);
 FeatureSet required(const QuantizeProblem& problem);
+FeatureSet required(const KvProblem& problem);  // of canonical_decode or canonical_append
 
 // Ok, or which features the row lacks.
 Status feature_rule(const KernelInfo& row, FeatureSet required);

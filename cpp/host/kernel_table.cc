@@ -15,14 +15,18 @@ namespace kernels {
 #define PANTILE_TYPES_forward const ForwardPlan&, const ForwardTensors&
 #define PANTILE_TYPES_backward const BackwardPlan&, const BackwardTensors&
 #define PANTILE_TYPES_quantize const QuantizePlan&, const QuantizeTensors&
+#define PANTILE_TYPES_decode const DecodePlan&, const KvTensors&
+#define PANTILE_TYPES_append const AppendPlan&, const KvTensors&
 #define PANTILE_KERNEL_ROW(name, backend, pass, dtype, head_dim, head_dim_v, mask, features) \
   Status name(PANTILE_TYPES_##pass, void* workspace, void* stream);
 #include "kernel_rows.inc"
 #undef PANTILE_KERNEL_ROW
 }  // namespace kernels
 #define PANTILE_ENTRY(name) kernels::name
+#define PANTILE_SCHEDULE(backend) backend::schedule_decode
 #else
 #define PANTILE_ENTRY(name) nullptr
+#define PANTILE_SCHEDULE(backend) nullptr
 #endif
 
 namespace host {
@@ -34,6 +38,13 @@ namespace {
    backend::accept_##pass,                                                                   \
    backend::configure_##pass,                                                                \
    PANTILE_ENTRY(name)},
+#define PANTILE_DECODE_ROW(name, backend, pass, dtype, head_dim, head_dim_v, mask, features) \
+  {{#name, Backend::backend, Pass::pass, DType::dtype, head_dim, head_dim_v, MaskKind::mask, \
+    PANTILE_HAS_CUDA != 0, feature_sets::features},                                          \
+   backend::accept_decode,                                                                   \
+   backend::configure_decode,                                                                \
+   PANTILE_ENTRY(name),                                                                      \
+   PANTILE_SCHEDULE(backend)},
 #define PANTILE_NO_ROW(...)
 #define PANTILE_KERNEL_ROW(name, backend, pass, ...) \
   PANTILE_PICK_##pass(name, backend, pass, __VA_ARGS__)
@@ -102,6 +113,34 @@ constexpr QuantizeRow reference_quantize(const char* name, DType dtype) {
           cpu::configure_quantize, cpu::run_quantize};
 }
 
+constexpr KernelInfo kv_info(const char* name, Backend backend, Pass pass, DType dtype) {
+  return {name,
+          backend,
+          pass,
+          dtype,
+          kMaxKvHeadDim,
+          kMaxHeadDim,
+          MaskKind::any,
+          true,
+          pass == Pass::decode ? feature_sets::decode : feature_sets::append};
+}
+
+constexpr DecodeRow cpu_decode(const char* name, DType dtype) {
+  return {kv_info(name, Backend::cpu, Pass::decode, dtype), cpu::accept_decode,
+          cpu::configure_decode, cpu::run_decode, cpu::schedule_decode};
+}
+
+constexpr DecodeRow reference_decode(const char* name, DType dtype) {
+  return {kv_info(name, Backend::reference, Pass::decode, dtype), cpu::accept_decode,
+          cpu::configure_reference_decode, cpu::reference_decode, cpu::schedule_nothing};
+}
+
+// One for both: every bit that is appended is specified.
+constexpr AppendRow cpu_append(const char* name, Backend backend, DType dtype) {
+  return {kv_info(name, backend, Pass::append, dtype), cpu::accept_append, cpu::configure_append,
+          cpu::run_append};
+}
+
 constexpr BackwardRow cpu_backward(const char* name, DType dtype) {
   return {cpu_info(name, Backend::cpu, Pass::backward, dtype), cpu::accept_backward,
           cpu::configure_backward, cpu::run_backward};
@@ -116,10 +155,14 @@ constexpr ForwardRow kForwardRows[] = {
 #define PANTILE_PICK_forward PANTILE_ROW
 #define PANTILE_PICK_backward PANTILE_NO_ROW
 #define PANTILE_PICK_quantize PANTILE_NO_ROW
+#define PANTILE_PICK_decode PANTILE_NO_ROW
+#define PANTILE_PICK_append PANTILE_NO_ROW
 #include "kernel_rows.inc"
 #undef PANTILE_PICK_forward
 #undef PANTILE_PICK_backward
 #undef PANTILE_PICK_quantize
+#undef PANTILE_PICK_decode
+#undef PANTILE_PICK_append
     cpu_forward("cpu_forward_f32", DType::f32),
     cpu_forward("cpu_forward_f16", DType::f16),
     cpu_forward("cpu_forward_bf16", DType::bf16),
@@ -134,10 +177,14 @@ constexpr BackwardRow kBackwardRows[] = {
 #define PANTILE_PICK_forward PANTILE_NO_ROW
 #define PANTILE_PICK_backward PANTILE_ROW
 #define PANTILE_PICK_quantize PANTILE_NO_ROW
+#define PANTILE_PICK_decode PANTILE_NO_ROW
+#define PANTILE_PICK_append PANTILE_NO_ROW
 #include "kernel_rows.inc"
 #undef PANTILE_PICK_forward
 #undef PANTILE_PICK_backward
 #undef PANTILE_PICK_quantize
+#undef PANTILE_PICK_decode
+#undef PANTILE_PICK_append
     cpu_backward("cpu_backward_f32", DType::f32),
     cpu_backward("cpu_backward_f16", DType::f16),
     cpu_backward("cpu_backward_bf16", DType::bf16),
@@ -150,10 +197,14 @@ constexpr QuantizeRow kQuantizeRows[] = {
 #define PANTILE_PICK_forward PANTILE_NO_ROW
 #define PANTILE_PICK_backward PANTILE_NO_ROW
 #define PANTILE_PICK_quantize PANTILE_ROW
+#define PANTILE_PICK_decode PANTILE_NO_ROW
+#define PANTILE_PICK_append PANTILE_NO_ROW
 #include "kernel_rows.inc"
 #undef PANTILE_PICK_forward
 #undef PANTILE_PICK_backward
 #undef PANTILE_PICK_quantize
+#undef PANTILE_PICK_decode
+#undef PANTILE_PICK_append
     cpu_quantize("cpu_quantize_f32", DType::f32),
     cpu_quantize("cpu_quantize_f16", DType::f16),
     cpu_quantize("cpu_quantize_bf16", DType::bf16),
@@ -164,9 +215,51 @@ constexpr QuantizeRow kQuantizeRows[] = {
     reference_quantize("reference_quantize_e4m3", DType::e4m3),
 };
 
+constexpr DecodeRow kDecodeRows[] = {
+#define PANTILE_PICK_forward PANTILE_NO_ROW
+#define PANTILE_PICK_backward PANTILE_NO_ROW
+#define PANTILE_PICK_quantize PANTILE_NO_ROW
+#define PANTILE_PICK_decode PANTILE_DECODE_ROW
+#define PANTILE_PICK_append PANTILE_NO_ROW
+#include "kernel_rows.inc"
+#undef PANTILE_PICK_forward
+#undef PANTILE_PICK_backward
+#undef PANTILE_PICK_quantize
+#undef PANTILE_PICK_decode
+#undef PANTILE_PICK_append
+    cpu_decode("cpu_decode_f32", DType::f32),
+    cpu_decode("cpu_decode_f16", DType::f16),
+    cpu_decode("cpu_decode_bf16", DType::bf16),
+    reference_decode("reference_decode_f32", DType::f32),
+    reference_decode("reference_decode_f16", DType::f16),
+    reference_decode("reference_decode_bf16", DType::bf16),
+};
+
+constexpr AppendRow kAppendRows[] = {
+#define PANTILE_PICK_forward PANTILE_NO_ROW
+#define PANTILE_PICK_backward PANTILE_NO_ROW
+#define PANTILE_PICK_quantize PANTILE_NO_ROW
+#define PANTILE_PICK_decode PANTILE_NO_ROW
+#define PANTILE_PICK_append PANTILE_ROW
+#include "kernel_rows.inc"
+#undef PANTILE_PICK_forward
+#undef PANTILE_PICK_backward
+#undef PANTILE_PICK_quantize
+#undef PANTILE_PICK_decode
+#undef PANTILE_PICK_append
+    cpu_append("cpu_append_f32", Backend::cpu, DType::f32),
+    cpu_append("cpu_append_f16", Backend::cpu, DType::f16),
+    cpu_append("cpu_append_bf16", Backend::cpu, DType::bf16),
+    cpu_append("reference_append_f32", Backend::reference, DType::f32),
+    cpu_append("reference_append_f16", Backend::reference, DType::f16),
+    cpu_append("reference_append_bf16", Backend::reference, DType::bf16),
+};
+
 constexpr int kForwardCount = static_cast<int>(sizeof kForwardRows / sizeof kForwardRows[0]);
 constexpr int kBackwardCount = static_cast<int>(sizeof kBackwardRows / sizeof kBackwardRows[0]);
 constexpr int kQuantizeCount = static_cast<int>(sizeof kQuantizeRows / sizeof kQuantizeRows[0]);
+constexpr int kDecodeCount = static_cast<int>(sizeof kDecodeRows / sizeof kDecodeRows[0]);
+constexpr int kAppendCount = static_cast<int>(sizeof kAppendRows / sizeof kAppendRows[0]);
 
 }  // namespace
 
@@ -179,20 +272,37 @@ RowList<BackwardRow> backward_rows() {
 RowList<QuantizeRow> quantize_rows() {
   return {kQuantizeRows, kQuantizeCount};
 }
+RowList<DecodeRow> decode_rows() {
+  return {kDecodeRows, kDecodeCount};
+}
+RowList<AppendRow> append_rows() {
+  return {kAppendRows, kAppendCount};
+}
 
 }  // namespace host
 
 int kernel_count() {
-  return host::kForwardCount + host::kBackwardCount + host::kQuantizeCount;
+  return host::kForwardCount + host::kBackwardCount + host::kQuantizeCount + host::kDecodeCount +
+         host::kAppendCount;
 }
 
-const KernelInfo& kernel_info(int index) {
-  if (index < host::kForwardCount) {
-    return host::kForwardRows[index].info;
+namespace {
+
+// The row at `index` of the table's lists, one after the other.
+template <class Row, class... Rows>
+const KernelInfo& info_at(int index, host::RowList<Row> list, Rows... others) {
+  if constexpr (sizeof...(others) > 0) {
+    return index < list.count ? list.rows[index].info : info_at(index - list.count, others...);
+  } else {
+    return list.rows[index].info;
   }
-  index -= host::kForwardCount;
-  return index < host::kBackwardCount ? host::kBackwardRows[index].info
-                                      : host::kQuantizeRows[index - host::kBackwardCount].info;
+}
+
+}  // namespace
+
+const KernelInfo& kernel_info(int index) {
+  return info_at(index, host::forward_rows(), host::backward_rows(), host::quantize_rows(),
+                 host::decode_rows(), host::append_rows());
 }
 
 const char* backend_name(Backend backend) {
@@ -211,6 +321,8 @@ const char* pass_name(Pass pass) {
     case Pass::forward: return "forward";
     case Pass::backward: return "backward";
     case Pass::quantize: return "quantize";
+    case Pass::decode: return "decode";
+    case Pass::append: return "append";
   }
   return "?";
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "pantile/attention.h"
+#include "pantile/kv.h"
 #include "pantile/quantize.h"
 
 namespace pantile::host {
@@ -23,6 +24,18 @@ using ForwardRow = KernelRow<ForwardProblem, ForwardPlan, ForwardTensors>;
 using BackwardRow = KernelRow<BackwardProblem, BackwardPlan, BackwardTensors>;
 using QuantizeRow = KernelRow<QuantizeProblem, QuantizePlan, QuantizeTensors>;
 
+// A decode row also cuts the work of a step, for run_schedule; null when not compiled.
+struct DecodeRow {
+  KernelInfo info;
+  Status (*accept)(const KernelInfo& info, const KvProblem& problem, const DeviceProps& device);
+  // Fills tile_q, tile_k, blocks, schedule_ints and workspace.
+  void (*configure)(DecodePlan* plan);
+  Status (*run)(const DecodePlan& plan, const KvTensors& tensors, void* workspace, void* stream);
+  Status (*schedule)(const DecodePlan& plan, const KvTensors& tensors, std::int32_t* schedule,
+                     void* stream);
+};
+using AppendRow = KernelRow<KvProblem, AppendPlan, KvTensors>;  // run: without workspace
+
 template <class Row>
 struct RowList {
   const Row* rows;
@@ -33,5 +46,7 @@ struct RowList {
 RowList<ForwardRow> forward_rows();
 RowList<BackwardRow> backward_rows();
 RowList<QuantizeRow> quantize_rows();
+RowList<DecodeRow> decode_rows();
+RowList<AppendRow> append_rows();
 
 }  // namespace pantile::host

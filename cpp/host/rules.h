@@ -24,10 +24,14 @@ Status pages_rule(const ForwardProblem& problem);
 // The first error of a list, or ok.
 Status first_error(std::initializer_list<Status> list);
 
+inline constexpr const char* kTensorAxes[kAxes] = {"batch", "seq", "head"};
+
 // Alignment and strides of a tensor that is read; of one that is written, also that it does not
 // overlap itself.
-Status input_layout(const char* name, const Layout& layout, const TensorShape& shape, DType dtype);
-Status output_layout(const char* name, const Layout& layout, const TensorShape& shape, DType dtype);
+Status input_layout(const char* name, const Layout& layout, const TensorShape& shape, DType dtype,
+                    const char* const* axis_names = kTensorAxes);
+Status output_layout(const char* name, const Layout& layout, const TensorShape& shape, DType dtype,
+                     const char* const* axis_names = kTensorAxes);
 
 Status tensor_pointer(const char* name, const void* pointer, const Layout& layout, bool empty);
 // `wanted` is the value of the field `because`.

@@ -85,6 +85,97 @@ QuantizeProblem canonical(const QuantizeProblem& problem) {
   return result;
 }
 
+namespace {
+
+CacheLayout canonical_cache(const CacheLayout& layout, const TensorShape& shape) {
+  const Layout given{layout.block, layout.slot, layout.head, layout.base_align_bytes};
+  const Layout result = canonical_layout(given, shape);
+  return CacheLayout{result.batch, result.seq, result.head, result.base_align_bytes};
+}
+
+// What decode and append both read.
+KvProblem canonical_cache_only(const KvProblem& p) {
+  KvProblem result = p;
+  result.k = canonical_cache(p.k, cache_shape(p, p.head_dim));
+  result.v =
+      p.v_in_k ? CacheLayout{0, 0, 0, 16} : canonical_cache(p.v, cache_shape(p, p.head_dim_v));
+  if (p.page_size == 0) {
+    result.table_rows = result.table_pages = result.table_stride = 0;
+  } else if (p.table_rows <= 1) {
+    result.table_stride = p.table_pages;
+  }
+  if (p.scale_kind == CacheScale::none) {
+    result.scale_k = result.scale_v = ScaleLayout();
+  } else if (p.scale_kind == CacheScale::head) {
+    result.scale_k.slot = result.scale_v.slot = 0;
+  }
+  if (p.v_in_k) {
+    result.scale_v = ScaleLayout();
+  }
+  return result;
+}
+
+}  // namespace
+
+KvProblem canonical_decode(const KvProblem& p) {
+  const KvProblem defaults;
+  KvProblem result = canonical_cache_only(p);
+  result.total_new = 0;
+  result.rotary_dim = result.rotary_positions = result.rotary_stride = 0;
+  result.rotary_interleaved = result.rotates_q = false;
+  result.rotary_dtype = DType::f32;
+  result.k_new = result.v_new = result.q_rotated = defaults.k_new;
+  result.q = canonical_layout(p.q, kv_query_shape(p, p.head_dim));
+  result.o = canonical_layout(p.o, kv_query_shape(p, p.head_dim_v));
+  if (!p.packed_q) {
+    result.total_q = p.batch * p.seqlen_q;
+  }
+  if (p.window_left >= capacity(p) - 1) {
+    result.window_left = kUnbounded;
+  }
+  if (p.has_tree_mask || p.window_right >= p.seqlen_q - 1) {
+    result.window_right = kUnbounded;
+  }
+  return result;
+}
+
+KvProblem canonical_append(const KvProblem& p) {
+  const KvProblem defaults;
+  KvProblem result = canonical_cache_only(p);
+  result.window_left = result.window_right = kUnbounded;
+  result.has_tree_mask = result.has_sinks = result.wants_lse = result.output_f32 = false;
+  result.softcap = 0.0f;
+  result.scale = 1.0f;
+  result.split = KvSplit::automatic;
+  result.split_keys = 0;
+  result.o = defaults.o;
+  result.k_new = canonical_layout(p.k_new, kv_new_shape(p, p.head_dim));
+  result.v_new =
+      p.v_in_k ? defaults.v_new : canonical_layout(p.v_new, kv_new_shape(p, p.head_dim_v));
+  if (!p.packed_new) {
+    result.total_new = p.batch * p.seqlen_new;
+  }
+  if (p.rotates_q) {
+    result.q = canonical_layout(p.q, kv_query_shape(p, p.head_dim));
+    result.q_rotated = canonical_layout(p.q_rotated, kv_query_shape(p, p.head_dim));
+    if (!p.packed_q) {
+      result.total_q = p.batch * p.seqlen_q;
+    }
+  } else {
+    result.q = result.q_rotated = defaults.q;
+    result.seqlen_q = result.total_q = 0;
+    result.packed_q = false;
+  }
+  if (p.rotary_dim == 0) {
+    result.rotary_interleaved = false;
+    result.rotary_dtype = DType::f32;
+    result.rotary_positions = result.rotary_stride = 0;
+  } else if (p.rotary_positions == 1) {
+    result.rotary_stride = p.rotary_dim / 2;
+  }
+  return result;
+}
+
 bool writes_nothing(const ForwardProblem& problem) {
   return problem.batch == 0 || query_shape(problem, problem.head_dim_v).empty();
 }

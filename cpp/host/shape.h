@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "pantile/kv.h"
 #include "pantile/problem.h"
 #include "pantile/quantize.h"
 #include "pantile/registry.h"
@@ -42,6 +43,21 @@ Variant canonical_variant(const ForwardProblem& problem);
 ForwardProblem canonical(const ForwardProblem& problem);
 BackwardProblem canonical(const BackwardProblem& problem);
 QuantizeProblem canonical(const QuantizeProblem& problem);
+
+// What decode and append read of a cache problem: the rest at its default.
+KvProblem canonical_decode(const KvProblem& problem);
+KvProblem canonical_append(const KvProblem& problem);
+inline TensorShape kv_query_shape(const KvProblem& p, std::int64_t dim) {
+  return p.packed_q ? TensorShape{{1, p.total_q, p.heads_q}, dim}
+                    : TensorShape{{p.batch, p.seqlen_q, p.heads_q}, dim};
+}
+inline TensorShape kv_new_shape(const KvProblem& p, std::int64_t dim) {
+  return p.packed_new ? TensorShape{{1, p.total_new, p.heads_k}, dim}
+                      : TensorShape{{p.batch, p.seqlen_new, p.heads_k}, dim};
+}
+inline TensorShape cache_shape(const KvProblem& p, std::int64_t dim) {
+  return TensorShape{{p.blocks, p.page_size > 0 ? p.page_size : p.block_slots, p.heads_k}, dim};
+}
 
 // Whether a run has nothing to write.
 bool writes_nothing(const ForwardProblem& problem);

@@ -141,7 +141,8 @@ Status alignment_rule(const char* name, const Layout& layout, DType dtype) {
 }
 
 // Strides that are not negative and keep every address within 63 bits.
-Status reach_rule(const char* name, const Layout& layout, const TensorShape& shape) {
+Status reach_rule(const char* name, const Layout& layout, const TensorShape& shape,
+                  const char* const* axis_names) {
   const std::int64_t strides[kAxes] = {layout.batch, layout.seq, layout.head};
   std::int64_t reach = shape.dim;
   for (int axis = 0; axis < kAxes; ++axis) {
@@ -150,14 +151,14 @@ Status reach_rule(const char* name, const Layout& layout, const TensorShape& sha
     }
     if (strides[axis] < 0) {
       return Status::error(kInvalid, "%s: stride along %s is %" PRId64 "; it must be 0 or more",
-                           name, kAxisNames[axis], strides[axis]);
+                           name, axis_names[axis], strides[axis]);
     }
     const std::int64_t steps = shape.sizes[axis] - 1;
     if (strides[axis] > (kMaxReach - reach) / steps) {
       return Status::error(kInvalid,
                            "%s: stride along %s is %" PRId64 "; with %" PRId64
                            " elements on that axis the tensor spans more than 2^60 elements",
-                           name, kAxisNames[axis], strides[axis], shape.sizes[axis]);
+                           name, axis_names[axis], strides[axis], shape.sizes[axis]);
     }
     reach += strides[axis] * steps;
   }
@@ -166,7 +167,8 @@ Status reach_rule(const char* name, const Layout& layout, const TensorShape& sha
 
 // What is written must not overlap itself: along the axes in order of stride, each step must clear
 // all that the smaller steps span.
-Status overlap_rule(const char* name, const Layout& layout, const TensorShape& shape) {
+Status overlap_rule(const char* name, const Layout& layout, const TensorShape& shape,
+                    const char* const* axis_names) {
   const std::int64_t strides[kAxes] = {layout.batch, layout.seq, layout.head};
   bool done[kAxes] = {shape.sizes[0] <= 1, shape.sizes[1] <= 1, shape.sizes[2] <= 1};
   std::int64_t span = shape.dim;
@@ -184,7 +186,7 @@ Status overlap_rule(const char* name, const Layout& layout, const TensorShape& s
       return Status::error(kInvalid,
                            "%s: stride along %s is %" PRId64 "; it must be at least %" PRId64
                            ", or its elements overlap",
-                           name, kAxisNames[smallest], strides[smallest], span);
+                           name, axis_names[smallest], strides[smallest], span);
     }
     span += strides[smallest] * (shape.sizes[smallest] - 1);
     done[smallest] = true;
@@ -211,19 +213,20 @@ Status first_error(std::initializer_list<Status> list) {
   return Status();
 }
 
-Status input_layout(const char* name, const Layout& layout, const TensorShape& shape, DType dtype) {
+Status input_layout(const char* name, const Layout& layout, const TensorShape& shape, DType dtype,
+                    const char* const* axis_names) {
   Status status = alignment_rule(name, layout, dtype);
   if (status.ok() && !shape.empty()) {
-    status = reach_rule(name, layout, shape);
+    status = reach_rule(name, layout, shape, axis_names);
   }
   return status;
 }
 
-Status output_layout(const char* name, const Layout& layout, const TensorShape& shape,
-                     DType dtype) {
-  Status status = input_layout(name, layout, shape, dtype);
+Status output_layout(const char* name, const Layout& layout, const TensorShape& shape, DType dtype,
+                     const char* const* axis_names) {
+  Status status = input_layout(name, layout, shape, dtype, axis_names);
   if (status.ok() && !shape.empty()) {
-    status = overlap_rule(name, layout, shape);
+    status = overlap_rule(name, layout, shape, axis_names);
   }
   return status;
 }

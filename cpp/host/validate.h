@@ -3,6 +3,7 @@
 #pragma once
 
 #include "pantile/device.h"
+#include "pantile/kv.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
 #include "pantile/quantize.h"
@@ -13,6 +14,11 @@ namespace pantile::host {
 Status validate(const ForwardProblem& problem);
 Status validate(const BackwardProblem& problem);
 Status validate(const QuantizeProblem& problem);
+// In validate_kv.cc.
+Status validate_decode(const KvProblem& problem);
+Status validate_append(const KvProblem& problem);
+Status validate_decode_tensors(const KvProblem& problem, const KvTensors& tensors);
+Status validate_append_tensors(const KvProblem& problem, const KvTensors& tensors);
 Status validate(const DeviceProps& device);
 Status validate(const PlanOptions& options);
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "jit/kernel.h"
+#include "pantile/kv.h"
 #include "pantile/plan.h"
 #include "pantile/status.h"
 
@@ -17,6 +18,14 @@ void configure_forward(ForwardPlan* plan);
 Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
                        const DeviceProps& device);
 void configure_backward(BackwardPlan* plan);
+
+Status accept_decode(const KernelInfo& row, const KvProblem& problem, const DeviceProps& device);
+void configure_decode(DecodePlan* plan);
+Status schedule_decode(const DecodePlan& plan, const KvTensors& tensors, std::int32_t* schedule,
+                       void* stream);
+
+Status accept_append(const KernelInfo& row, const KvProblem& problem, const DeviceProps& device);
+void configure_append(AppendPlan* plan);
 
 // The kernels of a plan that are compiled at run time; none for plain attention.
 Status list_kernels(const ForwardPlan& plan, std::vector<jit::Request>* requests);

@@ -15,6 +15,7 @@
 #include "call.h"
 #include "fp8.h"
 #include "jit.h"
+#include "kv.h"
 #include "pantile/pantile.h"
 #include "plain.h"
 #include "planner.h"
@@ -384,11 +385,6 @@ void set_plain(nb::handle parameter_type, nb::handle grad_enabled, nb::handle wa
   plain.is_zerotensor = PyUnicode_InternFromString("_is_zerotensor");
 }
 
-std::string version() {
-  return std::to_string(PANTILE_VERSION_MAJOR) + "." + std::to_string(PANTILE_VERSION_MINOR) + "." +
-         std::to_string(PANTILE_VERSION_PATCH);
-}
-
 }  // namespace
 }  // namespace pantile::python
 
@@ -397,9 +393,12 @@ NB_MODULE(_C, module) {
   // A graph of autograd that lives as long as the process holds a Call: no leak.
   nb::set_leak_warnings(false);
   nb::exception<py::UnsupportedError>(module, "UnsupportedError", PyExc_NotImplementedError);
-  module.attr("__version__") = py::version();
+  const auto number = [](int part) { return std::to_string(part); };
+  module.attr("__version__") = number(PANTILE_VERSION_MAJOR) + "." + number(PANTILE_VERSION_MINOR) +
+                               "." + number(PANTILE_VERSION_PATCH);
   py::bind_call(module);
   py::bind_jit(module);
+  py::bind_kv(module);
   module.def("forward", &py::forward, "q"_a, "k"_a, "v"_a, "o"_a, "lse"_a.none(), "o_low"_a.none(),
              "max_logit"_a.none(), "call"_a, "variant"_a = nb::none());
   module.def("attend", &py::attend, "q"_a.none(), "k"_a.none(), "v"_a.none(), "call"_a);

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "kv_plan.h"
 #include "pantile/fields.h"
 #include "request.h"
 

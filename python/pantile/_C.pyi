@@ -276,3 +276,66 @@ def compile_attention(
 
     ``sizes``: batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v.
     """
+
+def decode(
+    q: Any,
+    o: Any,
+    lse: Any | None,
+    cache: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    tree_mask: Any | None,
+    sinks: Any | None,
+    schedule: Any | None,
+) -> None:
+    """``cache``: the tensors of pantile._kv_ops.CACHE; ``numbers``: DecodeNumbers of kv.h."""
+
+def decode_schedule(
+    q: Any,
+    cache: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    tree: bool,
+    sinks: bool,
+    output_f32: bool,
+    lse: bool,
+    schedule: Any | None,
+) -> int:
+    """The entries of a schedule; with a tensor, they are written."""
+
+def explain_decode(
+    q: Any,
+    cache: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    tree: bool,
+    sinks: bool,
+    output_f32: bool,
+    lse: bool,
+) -> dict[str, Any]:
+    """The plan of a decode, and a verdict for each row of the table."""
+
+def append(
+    cache: tuple[Any, ...],
+    k_new: Any,
+    v_new: Any | None,
+    q: Any | None,
+    q_rotated: Any | None,
+    cos: Any | None,
+    sin: Any | None,
+    interleaved: bool,
+    max_seqlen_q: int,
+    max_seqlen_new: int,
+    slots_before_heads: bool,
+    head_dim_v: int,
+    backend: str,
+) -> None:
+    """Writes into the cache, and with ``q_rotated`` q rotated."""
+
+def check_cache(
+    arrays: tuple[Any, ...],
+    blocks: int,
+    slots: int,
+    total_q: int,
+    max_seqlen_q: int,
+    total_new: int,
+    seqlen_new: int,
+) -> None:
+    """Contents of host arrays; ``arrays`` in the order of pantile._kv_ops.CACHE."""

@@ -19,6 +19,8 @@ from pantile._explain_calls import compile, explain  # noqa: A004
 from pantile._fp8 import quantize
 from pantile._info import build_info, cuda_reason, devices, kernels
 from pantile._jit import install as _install_jit
+from pantile._kv import append, decode, decode_schedule, mla_decode
+from pantile._kv_cache import KVCache
 from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
@@ -30,16 +32,20 @@ __all__ = [
     "Documents",
     "Dropout",
     "Explanation",
+    "KVCache",
     "Options",
     "PassExplanation",
     "Quantized",
     "UnsupportedError",
     "Verdict",
     "__version__",
+    "append",
     "attention",
     "build_info",
     "compile",
     "cuda_reason",
+    "decode",
+    "decode_schedule",
     "devices",
     "dropout_mask",
     "experimental",
@@ -48,6 +54,7 @@ __all__ = [
     "kernels",
     "load_torch",
     "merge_attention",
+    "mla_decode",
     "quantize",
     "varlen_attention",
 ]

@@ -40,7 +40,14 @@ def load_torch() -> None:
     """Registers the torch operators, if the program has imported torch."""
     global _torch_ops, _tensor_type, _is_compiling
     if _torch_ops is None and sys.modules.get("torch") is not None:  # None: its import is barred
-        from pantile import _fp8_ops, _kept, _ops, _out, _variant_ops  # noqa: F401 (operators)
+        from pantile import (  # noqa: F401 (operators)
+            _fp8_ops,
+            _kept,
+            _kv_ops,
+            _ops,
+            _out,
+            _variant_ops,
+        )
 
         _torch_ops, _is_compiling = _ops, _ops.is_compiling
         if DEFAULT_OPTIONS.backend != "torch":

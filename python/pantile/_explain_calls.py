@@ -16,6 +16,7 @@ from pantile._attention import (
     make_call,
     packing_of,
     refuse_places_in_fp8,
+    torch_serves,
 )
 from pantile._explain import (
     Explanation,

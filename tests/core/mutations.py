@@ -54,6 +54,7 @@ FILE_OF_SUITE = {
     "Integer": "test_integer.cc",
     "IntegerSum": "test_integer_sum.cc",
     "IntegerUnit": "test_integer_unit.cc",
+    "Kv": "test_kv.cc",
     "LowBits": "test_low_bits.cc",
     "Scaling": "test_scaling.cc",
     "Sequence": "test_sequence.cc",
@@ -75,6 +76,37 @@ LISTED = {
         ("Dropout.ScaleAndThreshold", ">= static_cast<std::uint32_t>(dropped)", "> 0u"),
         ("Dropout.ScaleAndThreshold", "256.0f / static_cast<float>(256 - dropped)", "1.0f"),
         ("Dropout.BytesAreUniformAndIndependent", "0xD2511F53u", "0xD2511F00u"),
+    ],
+    "kv_split.h": [
+        (
+            "Kv.PartsOfInvariantSplitsArePowersOfTwoNearASixteenth",
+            "part * 16 < keys",
+            "part * 8 < keys",
+        ),
+        (
+            "Kv.MostPartsBoundThoseOfEveryLength",
+            "(keys - 1) / part_keys + 1",
+            "keys / part_keys + 1",
+        ),
+    ],
+    "kv_sequence.h": [
+        (
+            "Kv.SequencesAreLocatedAndClamped",
+            "max_of(s.before, 0)) + s.added",
+            "s.before) + s.added",
+        ),
+        (
+            "Kv.SequencesAreLocatedAndClamped",
+            "clamp(arrays.leftpad[batch], 0, s.keys)",
+            "arrays.leftpad[batch]",
+        ),
+        (
+            "Kv.VisibleKeysAgreeWithTheirDefinition",
+            "clamp<std::int64_t>(low, s.first_key, s.keys)",
+            "clamp<std::int64_t>(low, 0, s.keys)",
+        ),
+        ("Kv.VisibleKeysAgreeWithTheirDefinition", "at + window_right + 1", "at + window_right"),
+        ("Kv.TreeMasksHideDraftTokensOnly", "draft >= 0 && ", ""),
     ],
     "integer_sum.h": [
         (

@@ -90,6 +90,7 @@ TEST(Fields, AreVisitedOnce) {
   expect_every_field_once<ForwardProblem>();
   expect_every_field_once<BackwardProblem>();
   expect_every_field_once<QuantizeProblem>();
+  expect_every_field_once<KvProblem>();
 }
 
 TEST(Fields, CanonicalProblemsStayAsTheyAre) {
@@ -120,8 +121,8 @@ TEST(Features, NoGpuRowServesMasksBesideTheWindow) {
 
 // Which fields ask for a feature. One that is new must be put here, or among those that have none
 // because a rule of every family looks at them.
-TEST(Features, AreAskedForByTheseFields) {
-  const std::map<std::string, Feature> asking = {
+const std::map<std::string, Feature>& asking_fields() {
+  static const std::map<std::string, Feature> asking = {
       {".packed_q", Feature::packed},
       {".packed_k", Feature::packed},
       {".has_seqused_q", Feature::seqused},
@@ -150,7 +151,28 @@ TEST(Features, AreAskedForByTheseFields) {
       {".wants_grad_alibi", Feature::grad_alibi},
       {".wants_grad_sinks", Feature::grad_sinks},
       {".wants_grad_bias", Feature::grad_bias},
+      // Of KvProblem. What an enumeration asks for depends on its value; here it is the default's,
+      // which is not asked for.
+      {".v_in_k", Feature::v_in_k},
+      {".packed_new", Feature::packed},
+      {".page_size", Feature::paged},
+      {".has_cache_index", Feature::cache_index},
+      {".has_leftpad", Feature::leftpad},
+      {".format", Feature::cache_e4m3},
+      {".scale_kind", Feature::scale_head},
+      {".has_tree_mask", Feature::tree_mask},
+      {".has_sinks", Feature::sinks},
+      {".softcap", Feature::softcap},
+      {".split", Feature::split_fixed},
+      {".rotary_dim", Feature::rotary},
+      {".rotary_interleaved", Feature::rotary},
+      {".rotates_q", Feature::rotary},
   };
+  return asking;
+}
+
+TEST(Features, AreAskedForByTheseFields) {
+  const std::map<std::string, Feature>& asking = asking_fields();
   const auto check = [&](auto problem) {
     for_each_field(problem, [&](const char* owner, const char* name, auto& value, Feature feature) {
       const auto found = asking.find(std::string(owner) + "." + name);
@@ -173,6 +195,21 @@ TEST(Features, AreAskedForByTheseFields) {
   check(ForwardProblem());
   check(BackwardProblem());
   check(QuantizeProblem());
+  check(KvProblem());
+}
+
+TEST(Features, OfEnumerationsFollowTheirValues) {
+  KvProblem p;
+  p.format = CacheFormat::int8;
+  p.scale_kind = CacheScale::token;
+  p.split = KvSplit::invariant;
+  EXPECT_EQ(host::required(p),
+            (FeatureSet{Feature::cache_int8, Feature::scale_token, Feature::split_invariant}));
+  p.format = CacheFormat::e4m3;
+  p.scale_kind = CacheScale::head;
+  p.split = KvSplit::fixed;
+  EXPECT_EQ(host::required(p),
+            (FeatureSet{Feature::cache_e4m3, Feature::scale_head, Feature::split_fixed}));
 }
 
 TEST(Features, RowsRefuseWhatTheyDoNotList) {
@@ -198,10 +235,16 @@ TEST(Features, EveryRowListsWhatItsPassHas) {
   for (int i = 0; i < kernel_count(); ++i) {
     const KernelInfo& row = kernel_info(i);
     const bool sixteen = row.dtype == DType::bf16 || row.dtype == DType::f16;
+    const bool of_cache = row.pass == Pass::decode || row.pass == Pass::append;
     EXPECT_TRUE(row.features.has(Feature::packed)) << row.name;
-    EXPECT_TRUE(row.features.has(Feature::seqused)) << row.name;
-    EXPECT_EQ(row.features.has(Feature::o_low), sixteen && row.pass != Pass::quantize) << row.name;
-    EXPECT_EQ(row.features.has(Feature::lse), row.pass != Pass::quantize) << row.name;
+    EXPECT_EQ(row.features.has(Feature::seqused), !of_cache) << row.name;
+    EXPECT_EQ(row.features.has(Feature::o_low), sixteen && row.pass != Pass::quantize && !of_cache)
+        << row.name;
+    EXPECT_EQ(row.features.has(Feature::lse),
+              row.pass != Pass::quantize && row.pass != Pass::append)
+        << row.name;
+    EXPECT_EQ(row.features.has(Feature::rotary), row.pass == Pass::append) << row.name;
+    EXPECT_EQ(row.features.has(Feature::tree_mask), row.pass == Pass::decode) << row.name;
     EXPECT_EQ(row.features.has(Feature::deterministic), row.pass == Pass::backward) << row.name;
     EXPECT_EQ(row.features.has(Feature::grad_lse), row.pass == Pass::backward) << row.name;
     EXPECT_EQ(row.features.has(Feature::hadamard),

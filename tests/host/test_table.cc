@@ -42,7 +42,8 @@ TEST(KernelTable, HoldsEveryRowOfKernelsDefInOrder) {
 #include "kernels.def"
 #undef PANTILE_KERNEL
   };
-  for (const Pass pass : {Pass::forward, Pass::backward, Pass::quantize}) {
+  for (const Pass pass :
+       {Pass::forward, Pass::backward, Pass::quantize, Pass::decode, Pass::append}) {
     std::vector<KernelInfo> want, have;
     for (const KernelInfo& row : expected) {
       if (row.pass == pass) {
@@ -84,7 +85,7 @@ TEST(KernelTable, NamesFollowTheirRows) {
 }
 
 TEST(KernelTable, GpuRowsThenCpuThenReference) {
-  for (const Pass pass : {Pass::forward, Pass::backward}) {
+  for (const Pass pass : {Pass::forward, Pass::backward, Pass::decode, Pass::append}) {
     int stage = 0;
     for (const KernelInfo& row : table()) {
       if (row.pass == pass) {
@@ -139,10 +140,27 @@ TEST(KernelTable, CpuQuantisesEveryDtype) {
   }
 }
 
+TEST(KernelTable, CpuDecodesAndAppendsEveryDtype) {
+  for (const Pass pass : {Pass::decode, Pass::append}) {
+    for (const Backend backend : {Backend::cpu, Backend::reference}) {
+      std::set<DType> dtypes;
+      for (const KernelInfo& row : table()) {
+        if (row.pass == pass && row.backend == backend) {
+          EXPECT_EQ(row.head_dim, kMaxKvHeadDim) << row.name;
+          dtypes.insert(row.dtype);
+        }
+      }
+      EXPECT_EQ(dtypes, (std::set<DType>{DType::f32, DType::f16, DType::bf16})) << pass_name(pass);
+    }
+  }
+}
+
 TEST(KernelTable, RowsRunExactlyWhenCompiled) {
   expect_run_exactly_when_compiled(host::forward_rows());
   expect_run_exactly_when_compiled(host::backward_rows());
   expect_run_exactly_when_compiled(host::quantize_rows());
+  expect_run_exactly_when_compiled(host::decode_rows());
+  expect_run_exactly_when_compiled(host::append_rows());
 }
 
 TEST(BuildInfo, SaysWhatWasBuilt) {

@@ -4,6 +4,7 @@
 
 #include "cpu/isa/backward.h"
 #include "cpu/isa/bias_gradient.h"
+#include "cpu/isa/decode.h"
 #include "cpu/isa/forward.h"
 #include "cpu/isa/forward_fp8.h"
 
@@ -46,9 +47,17 @@ void run_forward_fp8(const Fp8ForwardJob& job, int item, void* scratch) {
   forward_fp8(job, item, scratch);
 }
 
+void run_decode(const DecodeJob& job, int item, void* scratch) {
+  decode(job, item, scratch);
+}
+
+void run_merge_decode(const DecodeJob& job, int item, void* scratch) {
+  merge_decode(job, item, scratch);
+}
+
 }  // namespace
 
-const KernelTable kKernels = {run_forward,       run_prepare,           run_backward,
-                              run_bias_gradient, run_write_shared_keys, run_forward_fp8};
+const KernelTable kKernels = {run_forward,           run_prepare,     run_backward, run_bias_gradient,
+                              run_write_shared_keys, run_forward_fp8, run_decode,   run_merge_decode};
 
 }  // namespace pantile::cpu::PANTILE_ISA

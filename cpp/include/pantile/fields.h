@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "pantile/kv.h"
 #include "pantile/problem.h"
 #include "pantile/quantize.h"
 #include "pantile/registry.h"
@@ -155,12 +156,89 @@ constexpr void of_quantize(P& problem, F&& f) {
   f("", "hadamard", hadamard, Feature::hadamard);
 }
 
+template <class L, class F>
+constexpr void of_cache_layout(const char* owner, L& layout, F&& f) {
+  auto& [block, slot, head, base_align_bytes] = layout;
+  f(owner, "block", block, Feature::none);
+  f(owner, "slot", slot, Feature::none);
+  f(owner, "head", head, Feature::none);
+  f(owner, "base_align_bytes", base_align_bytes, Feature::none);
+}
+
+template <class L, class F>
+constexpr void of_scale_layout(const char* owner, L& layout, F&& f) {
+  auto& [block, slot, head] = layout;
+  f(owner, "block", block, Feature::none);
+  f(owner, "slot", slot, Feature::none);
+  f(owner, "head", head, Feature::none);
+}
+
+template <class P, class F>
+constexpr void of_kv(P& problem, F&& f) {
+  auto& [dtype, batch, heads_q, heads_k, head_dim, head_dim_v, v_in_k, seqlen_q, packed_q, total_q,
+         seqlen_new, packed_new, total_new, blocks, page_size, block_slots, table_rows, table_pages,
+         table_stride, has_cache_index, has_leftpad, format, scale_kind, scale_k, scale_v,
+         window_left, window_right, has_tree_mask, has_sinks, softcap, scale, split, split_keys,
+         wants_lse, output_f32, rotary_dim, rotary_interleaved, rotates_q, rotary_dtype,
+         rotary_positions, rotary_stride, q, o, k_new, v_new, q_rotated, k, v] = problem;
+  f("", "dtype", dtype, Feature::none);
+  f("", "batch", batch, Feature::none);
+  f("", "heads_q", heads_q, Feature::none);
+  f("", "heads_k", heads_k, Feature::none);
+  f("", "head_dim", head_dim, Feature::none);
+  f("", "head_dim_v", head_dim_v, Feature::none);
+  f("", "v_in_k", v_in_k, Feature::v_in_k);
+  f("", "seqlen_q", seqlen_q, Feature::none);
+  f("", "packed_q", packed_q, Feature::packed);
+  f("", "total_q", total_q, Feature::none);
+  f("", "seqlen_new", seqlen_new, Feature::none);
+  f("", "packed_new", packed_new, Feature::packed);
+  f("", "total_new", total_new, Feature::none);
+  f("", "blocks", blocks, Feature::none);
+  f("", "page_size", page_size, Feature::paged);
+  f("", "block_slots", block_slots, Feature::none);
+  f("", "table_rows", table_rows, Feature::none);
+  f("", "table_pages", table_pages, Feature::none);
+  f("", "table_stride", table_stride, Feature::none);
+  f("", "has_cache_index", has_cache_index, Feature::cache_index);
+  f("", "has_leftpad", has_leftpad, Feature::leftpad);
+  f("", "format", format, format == CacheFormat::int8 ? Feature::cache_int8 : Feature::cache_e4m3);
+  f("", "scale_kind", scale_kind,
+    scale_kind == CacheScale::token ? Feature::scale_token : Feature::scale_head);
+  of_scale_layout("scale_k", scale_k, f);
+  of_scale_layout("scale_v", scale_v, f);
+  f("", "window_left", window_left, Feature::none);
+  f("", "window_right", window_right, Feature::none);
+  f("", "has_tree_mask", has_tree_mask, Feature::tree_mask);
+  f("", "has_sinks", has_sinks, Feature::sinks);
+  f("", "softcap", softcap, Feature::softcap);
+  f("", "scale", scale, Feature::none);
+  f("", "split", split,
+    split == KvSplit::invariant ? Feature::split_invariant : Feature::split_fixed);
+  f("", "split_keys", split_keys, Feature::none);
+  f("", "wants_lse", wants_lse, Feature::lse);
+  f("", "output_f32", output_f32, Feature::output_f32);
+  f("", "rotary_dim", rotary_dim, Feature::rotary);
+  f("", "rotary_interleaved", rotary_interleaved, Feature::rotary);
+  f("", "rotates_q", rotates_q, Feature::rotary);
+  f("", "rotary_dtype", rotary_dtype, Feature::none);
+  f("", "rotary_positions", rotary_positions, Feature::none);
+  f("", "rotary_stride", rotary_stride, Feature::none);
+  of_layout("q", q, f);
+  of_layout("o", o, f);
+  of_layout("k_new", k_new, f);
+  of_layout("v_new", v_new, f);
+  of_layout("q_rotated", q_rotated, f);
+  of_cache_layout("k", k, f);
+  of_cache_layout("v", v, f);
+}
+
 }  // namespace fields
 
-// f(owner, name, value, feature) for each field of a ForwardProblem, BackwardProblem or
-// QuantizeProblem; those of the forward problem in the others first. `owner` is the struct inside
-// the problem, for example "q", or empty. `value` is a reference to the field. A value that is not
-// 0 or false asks for the feature.
+// f(owner, name, value, feature) for each field of a ForwardProblem, BackwardProblem,
+// QuantizeProblem or KvProblem; those of the forward problem in the others first. `owner` is the
+// struct inside the problem, for example "q", or empty. `value` is a reference to the field. A
+// value that is not 0 or false asks for the feature.
 template <class Problem, class F>
 constexpr void for_each_field(Problem& problem, F&& f) {
   using P = std::remove_const_t<Problem>;
@@ -168,6 +246,8 @@ constexpr void for_each_field(Problem& problem, F&& f) {
     fields::of_forward(problem, f);
   } else if constexpr (std::is_same_v<P, BackwardProblem>) {
     fields::of_backward(problem, f);
+  } else if constexpr (std::is_same_v<P, KvProblem>) {
+    fields::of_kv(problem, f);
   } else {
     static_assert(std::is_same_v<P, QuantizeProblem>);
     fields::of_quantize(problem, f);

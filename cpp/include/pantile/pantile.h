@@ -5,6 +5,7 @@
 #include "pantile/device.h"
 #include "pantile/dtype.h"
 #include "pantile/jit.h"
+#include "pantile/kv.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
 #include "pantile/quantize.h"

@@ -12,7 +12,8 @@ namespace pantile {
 // `reference` is the textbook algorithm in double on the CPU; it is never chosen automatically.
 enum class Backend : std::uint8_t { automatic = 0, hopper, ampere, cpu, reference };
 // `quantize` turns Q, K and V into the operands of an FP8 forward.
-enum class Pass : std::uint8_t { forward = 0, backward, quantize };
+// `decode` and `append` read and write a cache of keys and values (kv.h).
+enum class Pass : std::uint8_t { forward = 0, backward, quantize, decode, append };
 // `window` covers every mask that is neither full nor plain causal. `any`: decided at run time.
 enum class MaskKind : std::uint8_t { full = 0, causal, window, any };
 
@@ -43,9 +44,20 @@ enum class Feature : std::uint8_t {
   documents,
   key_ranges,  // keys that begin anywhere, each sequence's
   mask_shift,  // a shift of the mask for each sequence
-  paged,       // keys in pages
+  paged,       // keys in pages: of a forward, or of a cache (kv.h)
+  cache_index,
+  leftpad,
+  v_in_k,
+  cache_e4m3,
+  cache_int8,
+  scale_head,
+  scale_token,
+  tree_mask,
+  split_invariant,
+  split_fixed,
+  rotary,
 };
-inline constexpr int kFeatureCount = static_cast<int>(Feature::paged) + 1;
+inline constexpr int kFeatureCount = static_cast<int>(Feature::rotary) + 1;
 
 class FeatureSet {
  public:
@@ -65,11 +77,11 @@ class FeatureSet {
   }
 
  private:
-  static constexpr std::uint32_t bit(Feature feature) {
-    return std::uint32_t{1} << static_cast<int>(feature);
+  static constexpr std::uint64_t bit(Feature feature) {
+    return std::uint64_t{1} << static_cast<int>(feature);
   }
 
-  std::uint32_t bits_ = 0;
+  std::uint64_t bits_ = 0;
 };
 
 struct KernelInfo {
