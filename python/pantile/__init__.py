@@ -7,6 +7,9 @@ Import torch first, or call :func:`load_torch` after importing it, if the operat
 ``torch.ops.pantile`` are needed before the first call. Without torch, NumPy arrays work.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from pantile import (
     _once,  # noqa: F401 (first: it decides which modules the others get)
     experimental,
@@ -23,6 +26,9 @@ from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
 from pantile._variants import BlockMask, Documents, Dropout, dropout_mask
+
+if TYPE_CHECKING:
+    from pantile import compat, integrations, sdpa  # noqa: F401
 
 __all__ = [
     "BlockMask",
@@ -53,6 +59,16 @@ __all__ = [
 
 UnsupportedError.__module__ = "pantile"
 UnsupportedError.__doc__ = "A valid request that no compiled kernel serves; the message says why."
+
+# Doors to other libraries: imported when they are named, for they import torch.
+_DOORS = ("compat", "integrations", "sdpa")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _DOORS:
+        return importlib.import_module(f"pantile.{name}")
+    raise AttributeError(f"module 'pantile' has no attribute {name!r}")
+
 
 load_torch()
 _install_jit()
