@@ -17,6 +17,7 @@ from pantile import (
 )
 from pantile._attention import attention, load_torch, varlen_attention
 from pantile._C import UnsupportedError, __version__
+from pantile._checkpoint import checkpoint_save_ops
 from pantile._explain import Explanation, PassExplanation, Verdict
 from pantile._explain_calls import compile, explain  # noqa: A004
 from pantile._fp8 import quantize
@@ -43,6 +44,7 @@ __all__ = [
     "__version__",
     "attention",
     "build_info",
+    "checkpoint_save_ops",
     "compile",
     "cuda_reason",
     "devices",
