@@ -20,6 +20,7 @@ from pantile._C import UnsupportedError, __version__
 from pantile._checkpoint import checkpoint_save_ops
 from pantile._explain import Explanation, PassExplanation, Verdict
 from pantile._explain_calls import compile, explain  # noqa: A004
+from pantile._flex import FlexMask, flex_attention
 from pantile._fp8 import quantize
 from pantile._info import build_info, cuda_reason, devices, kernels
 from pantile._jit import install as _install_jit
@@ -36,6 +37,7 @@ __all__ = [
     "Documents",
     "Dropout",
     "Explanation",
+    "FlexMask",
     "Options",
     "PassExplanation",
     "Quantized",
@@ -51,6 +53,7 @@ __all__ = [
     "dropout_mask",
     "experimental",
     "explain",
+    "flex_attention",
     "fp8",
     "kernels",
     "load_torch",
