@@ -479,6 +479,17 @@ def test_install_leaves_other_modules_alone(monkeypatch):
 # ---- torch.ops.flash_attn_3
 
 
+def test_operators_stay_without_the_answer_of_install():
+    program = (
+        "import gc, torch, pantile.compat\n"
+        "pantile.compat.install(operators=True)\n"
+        "gc.collect()\n"
+        "q = torch.randn(1, 9, 2, 8)\n"
+        "torch.ops.flash_attn_3.fwd(q, q, q)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @pytest.fixture
 def flash_attn_3_operators():
     with pantile.compat.install("flash_attn_interface", operators=True):

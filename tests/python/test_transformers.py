@@ -261,6 +261,53 @@ def test_encoder_with_padding(used):
     assert used == {"attention": 0, "varlen_attention": 2}
 
 
+@pytest.mark.parametrize("length", [17, 9])
+def test_cross_attention(used, length):
+    """The mask of the keys says nothing about the queries, also where there are as many."""
+    config = transformers.BartConfig(
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=64,
+        dropout=0.0,
+    )
+    torch.manual_seed(0)
+    eager, ours = (
+        transformers.BartModel._from_config(copy.deepcopy(config), attn_implementation=name).eval()
+        for name in ("eager", "pantile")
+    )
+    ours.load_state_dict(eager.state_dict())
+    keep = (torch.arange(17) < torch.tensor([[17], [6]])).long()
+    how = {"attention_mask": keep, "decoder_input_ids": tokens(2, length, 1)}
+    with torch.no_grad():
+        expected = eager(tokens(), **how).last_hidden_state
+        found = ours(tokens(), **how).last_hidden_state
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert used == {"attention": 1, "varlen_attention": 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prompt_in_two_parts(kind, side):
+    """Padding in the cache, and more than one new token."""
+    keep = torch.arange(17) < torch.tensor([[17], [13]])
+    keep = (keep.flip(1) if side == "left" else keep).long()
+    ids = tokens()
+    answers = []
+    for model in models(kind):
+        with torch.no_grad():
+            first = model(ids[:, :10], attention_mask=keep[:, :10])
+            cache = first.past_key_values
+            answers.append(model(ids[:, 10:], attention_mask=keep, past_key_values=cache).logits)
+    seen = keep[:, 10:].bool()
+    torch.testing.assert_close(answers[1][seen], answers[0][seen], atol=1e-4, rtol=1e-4)
+
+
 def test_t5(used):
     """Position bias, an encoder with padding, and cross attention."""
     config = transformers.T5Config(

@@ -255,6 +255,9 @@ def _fake_backward(dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, *
     return *grads, *(q.new_empty((0,), dtype=torch.float32) for _ in range(5))
 
 
+_registered: set = set()  # torch takes operators away with the object that defined them
+
+
 class Registration:
     """The operators while they are registered."""
 
@@ -283,12 +286,14 @@ class Registration:
         torch.library.register_fake("flash_attn_3::fwd", _fake_forward, lib=library)
         torch.library.register_fake("flash_attn_3::bwd", _fake_backward, lib=library)
         self._library: Any = library
+        _registered.add(self)
 
     def remove(self) -> None:
         """Takes the operators away."""
         if self._library is not None:
             self._library._destroy()
             self._library = None
+            _registered.discard(self)
 
 
 def _is_defined(name: str) -> bool:

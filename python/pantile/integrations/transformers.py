@@ -37,10 +37,11 @@ _AND = "and_masks.<locals>.and_mask"
 _PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 # By positions in a sequence, which differ by 1 from token to token: as by indices.
 _REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
+_ALL = "bidirectional_mask_function"
 # Masks that attention_forward makes from its keywords.
 _KNOWN = (
     "causal_mask_function",
-    "bidirectional_mask_function",
+    _ALL,
     "sliding_window_overlay.<locals>.inner_mask",
     "sliding_window_bidirectional_overlay.<locals>.inner_mask",
     _PACKED,
@@ -105,12 +106,14 @@ def attention_mask(
 
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
+    compiling = torch.compiler.is_compiling()
+    leaves = None if compiling else _leaves(mask_function)
     # A static cache has keys after the last query, and counts them in a tensor.
     ends_together = (
         not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     )
-    compiling = torch.compiler.is_compiling()
-    leaves = _leaves(mask_function) if ends_together and not compiling else None
+    if leaves and not ends_together and any(x.__qualname__ != _ALL for x in leaves):
+        leaves = None
     if leaves is None:
         # A mask that is left out for sdpa is aligned to the top left there.
         skip = rest.pop("allow_is_causal_skip", False) and q_length == kv_length
@@ -287,12 +290,26 @@ def _padded(q, k, v, keep: Tensor, change: dict) -> Tensor:
     """``keep``: bool [batch, keys]; a static cache may hold more keys than it knows."""
     if keep.shape[1] < k.shape[1]:
         k, v = k[:, : keep.shape[1]], v[:, : keep.shape[1]]
-    if q.shape[1] != k.shape[1] or change["bias"] is not None or torch.compiler.is_compiling():
+    bias = change["bias"]
+    if bias is not None:
+        hidden = ~keep[:, None, None, :]
+        return attention(q, k, v, **{**change, "bias": bias.masked_fill(hidden, -torch.inf)})
+    if torch.compiler.is_compiling():  # the number of tokens would be read
         return attention(q, k, v, mask=keep[:, None, None, :], **change)
-    rows, indices, bounds, longest, _ = unpad_input(q, keep)
-    keys, values = (x.flatten(0, 1).index_select(0, indices) for x in (k, v))
-    o = varlen_attention(rows, keys, values, bounds, bounds, longest, longest, **change)
-    return pad_input(o, indices, q.shape[0], q.shape[1])
+    keys, indices, bounds_k, longest_k, _ = unpad_input(k, keep)
+    values = v.flatten(0, 1).index_select(0, indices)
+    rows, length = q.shape[:2]
+    if not change["causal"] and change["window"] is None:
+        # Every query sees the same keys. Of cross attention the mask says nothing about queries.
+        bounds = torch.arange(rows + 1, dtype=torch.int32, device=q.device) * length
+        lengths = (bounds, bounds_k, length, longest_k)
+        return varlen_attention(q.flatten(0, 1), keys, values, *lengths, **change).view(
+            *q.shape[:3], v.shape[-1]
+        )
+    # The queries are the last tokens.
+    queries, at, bounds, longest, _ = unpad_input(q, keep[:, -length:])
+    lengths = (bounds, bounds_k, longest, longest_k)
+    return pad_input(varlen_attention(queries, keys, values, *lengths, **change), at, rows, length)
 
 
 def register(name: str = NAME) -> None:
