@@ -12,7 +12,6 @@
 namespace pantile::host {
 namespace {
 
-const char* const kAxisNames[kAxes] = {"batch", "seq", "head"};
 
 constexpr StatusCode kInvalid = StatusCode::invalid_argument;
 

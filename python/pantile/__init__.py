@@ -7,6 +7,9 @@ Import torch first, or call :func:`load_torch` after importing it, if the operat
 ``torch.ops.pantile`` are needed before the first call. Without torch, NumPy arrays work.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from pantile import (
     _once,  # noqa: F401 (first: it decides which modules the others get)
     experimental,
@@ -14,8 +17,10 @@ from pantile import (
 )
 from pantile._attention import attention, load_torch
 from pantile._C import UnsupportedError, __version__
+from pantile._checkpoint import checkpoint_save_ops
 from pantile._explain import Explanation, PassExplanation, Verdict
 from pantile._explain_calls import compile, explain  # noqa: A004
+from pantile._flex import FlexMask, flex_attention
 from pantile._fp8 import quantize
 from pantile._info import build_info, cuda_reason, devices, kernels
 from pantile._jit import install as _install_jit
@@ -27,11 +32,15 @@ from pantile._quantized import Quantized
 from pantile._variants import BlockMask, Documents, Dropout, dropout_mask
 from pantile._varlen import varlen_attention
 
+if TYPE_CHECKING:
+    from pantile import compat, integrations, sdpa  # noqa: F401
+
 __all__ = [
     "BlockMask",
     "Documents",
     "Dropout",
     "Explanation",
+    "FlexMask",
     "KVCache",
     "Options",
     "PassExplanation",
@@ -42,6 +51,7 @@ __all__ = [
     "append",
     "attention",
     "build_info",
+    "checkpoint_save_ops",
     "compile",
     "cuda_reason",
     "decode",
@@ -50,6 +60,7 @@ __all__ = [
     "dropout_mask",
     "experimental",
     "explain",
+    "flex_attention",
     "fp8",
     "kernels",
     "load_torch",
@@ -61,6 +72,16 @@ __all__ = [
 
 UnsupportedError.__module__ = "pantile"
 UnsupportedError.__doc__ = "A valid request that no compiled kernel serves; the message says why."
+
+# Doors to other libraries: imported when they are named, for they import torch.
+_DOORS = ("compat", "integrations", "sdpa")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _DOORS:
+        return importlib.import_module(f"pantile.{name}")
+    raise AttributeError(f"module 'pantile' has no attribute {name!r}")
+
 
 load_torch()
 _install_jit()

@@ -9,6 +9,7 @@ guard the traced program. Sizes without a value pass.
 from __future__ import annotations
 
 import functools
+import sys
 
 import torch
 
@@ -68,6 +69,11 @@ def check_operand(name: str, x: object, q: Tensor) -> None:
 
 def prepare(q, k, v, lengths: tuple) -> tuple:
     """The operands, after the checks that no kernel could make."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(q, distributed.DTensor):
+        from pantile.integrations import dtensor
+
+        dtensor.register()
     for name, x in zip(_TENSOR_NAMES, (q, k, v, *lengths), strict=True):
         if x is not None or name in ("q", "k", "v"):
             check_operand(name, x, q)

@@ -1,0 +1,304 @@
+"""FlashAttention-3's functions on pantile, with its names, argument order and layouts.
+
+    from pantile.compat.flash_attn_3 import flash_attn_func
+    o = flash_attn_func(q, k, v, None, True)             # the fourth argument is softmax_scale
+
+``pantile.compat.install()`` puts them where ``import flash_attn_interface`` looks.
+
+- q, k and v in float8_e4m3fn are attended in FP8, with ``q_descale``, ``k_descale`` and
+  ``v_descale``; out is bfloat16. Differentiate with respect to 16-bit operands through
+  ``pantile.Options(fp8=True)``; codes have no gradient, here as there.
+- ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints about speed: they
+  change no result, and pantile plans without them.
+- ``qv``, ``attention_chunk`` and everything of a key-value cache are refused by name.
+- softmax_lse of a row that sees no key is -inf.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from pantile import _C, fp8
+from pantile._arguments import shown
+from pantile._attention import attention, varlen_attention
+from pantile._merge import merge_attention
+from pantile.compat import _shared
+from pantile.compat._shared import Tensor
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+_FP8 = torch.float8_e4m3fn
+_QV = "a second product with the values is not served; leave it out"
+_CHUNK = "chunked attention is not served; use window_size"
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: dict,
+    descales: tuple,
+    *,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Any,
+    softcap: float,
+    deterministic: bool,
+    return_lse: bool,
+    variant: dict | None = None,
+) -> Any:
+    """``packing``: arguments of varlen_attention, or nothing. ``descales``: of q, k and v."""
+    change = {
+        "causal": causal,
+        "window": _shared.window_of(window_size),
+        "scale": softmax_scale,
+        "deterministic": deterministic,
+        "return_lse": return_lse,
+    }
+    cap = _shared.softcap_of(softcap)
+    variant = {} if variant is None else dict(variant)
+    if cap is not None:
+        variant["softcap"] = cap
+    names = ("q_descale", "k_descale", "v_descale")
+    if q.dtype is not _FP8:
+        for name, value in zip(names, descales, strict=True):
+            if value is not None:
+                raise ValueError(
+                    f"{name} is {shown(value)}; it goes with float8_e4m3fn, q has {q.dtype}"
+                )
+        call = varlen_attention if packing else attention
+        return call(q, k, v, **packing, **change, **variant)
+    for name, value in variant.items():
+        _shared.refuse(name, value, "FP8 attention does not serve it")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        q, k, v = (x.detach() for x in (q, k, v))  # codes: nothing could follow their gradient
+    given = {f"descale_{name[0]}": x for name, x in zip(names, descales, strict=True)}
+    operands = fp8.quantize(q, k, v, **packing, **given)
+    return fp8.attention(operands, **change)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention over dense tensors.
+
+    Args:
+        q, k, v: ``[batch, seqlen, heads, head_dim]``, 16-bit or all three float8_e4m3fn.
+        softmax_scale, causal, window_size, softcap, deterministic: as in
+            :func:`pantile.compat.flash_attn.flash_attn_func`.
+        qv, attention_chunk: refused.
+        q_descale, k_descale, v_descale: float32 ``[batch, heads_k]``, of FP8 operands.
+        num_splits, pack_gqa, sm_margin: hints without effect.
+        return_attn_probs: also return the LSE; its name is theirs.
+
+    Returns:
+        out, or ``(out, softmax_lse)``.
+    """
+    _shared.refuse("qv", qv, _QV)
+    _shared.refuse("attention_chunk", attention_chunk, _CHUNK, absent=0)
+    return attend(
+        *(q, k, v, {}, (q_descale, k_descale, v_descale)),
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_attn_probs,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_func` of qkv ``[batch, seqlen, 3, heads, head_dim]``; with ``num_heads_q``
+    of ``[batch, seqlen, heads_q + 2 * heads_k, head_dim]``. Read in place."""
+    if num_heads_q is None:
+        q, k, v = _shared.parts("qkv", qkv, 2, 3)
+    else:
+        heads_k, odd = divmod(qkv.shape[2] - num_heads_q, 2)
+        if qkv.ndim != 4 or odd or heads_k <= 0:
+            raise ValueError(
+                f"qkv is {shown(qkv)}; with num_heads_q {num_heads_q} it must be [batch, seqlen, "
+                "num_heads_q + 2 * heads_k, head_dim]"
+            )
+        q, k, v = qkv.split([num_heads_q, heads_k, heads_k], 2)
+    return flash_attn_func(
+        *(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale),
+        *(window_size, attention_chunk, softcap, 1, None, deterministic, sm_margin),
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention over packed sequences ``[total, heads, head_dim]``.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in
+            :func:`pantile.varlen_attention`.
+        seqused_q, seqused_k: int32 ``[batch]``: how many rows of each sequence exist.
+        qv, attention_chunk: refused.
+        num_splits, pack_gqa, sm_margin: hints without effect.
+
+    Returns:
+        out, or ``(out, softmax_lse [heads, total_q])``.
+    """
+    _shared.refuse("qv", qv, _QV)
+    _shared.refuse("attention_chunk", attention_chunk, _CHUNK, absent=0)
+    packing = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": _shared.longest_of("max_seqlen_q", max_seqlen_q),
+        "max_seqlen_k": _shared.longest_of("max_seqlen_k", max_seqlen_k),
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+    }
+    return attend(
+        *(q, k, v, packing, (q_descale, k_descale, v_descale)),
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_attn_probs,
+    )
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Joins attention over disjoint parts of the keys.
+
+    Args:
+        out_partial: ``[splits, batch, seqlen, heads, head_dim]`` or ``[splits, total, heads,
+            head_dim]``.
+        lse_partial: ``[splits, batch, seqlen, heads]`` or ``[splits, total, heads]``.
+        out: where the result is copied to.
+        out_dtype: of the result; default that of ``out`` or ``out_partial``.
+
+    Returns:
+        ``(out, lse)``, lse of the layout of ``lse_partial``.
+    """
+    if out_partial.ndim not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
+        raise ValueError(
+            f"out_partial is {shown(out_partial)} and lse_partial {shown(lse_partial)}; they must "
+            "be [splits, (batch,) seqlen, heads, head_dim] and the same without head_dim"
+        )
+    if out_dtype is None:
+        out_dtype = out_partial.dtype if out is None else out.dtype
+    pairs = [(o, lse.transpose(-1, -2)) for o, lse in zip(out_partial, lse_partial, strict=True)]
+    merged, lse = merge_attention(pairs, dtype=out_dtype)
+    return _shared.written_to(out, merged), lse.transpose(-1, -2)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> NoReturn:
+    """Refused by name: attention over a key-value cache is not served yet.
+
+    Raises:
+        pantile.UnsupportedError: always.
+    """
+    raise _C.UnsupportedError(f"flash_attn_with_kvcache: {_shared.CACHE}")
+
+
+def get_scheduler_metadata(*_: Any, cache_seqlens: Tensor | None = None, **__: Any) -> Tensor:
+    """A plan for ``flash_attn_with_kvcache``; pantile makes its own, so that this one is empty.
+
+    Args:
+        cache_seqlens: on the device of the answer; other arguments are not read.
+    """
+    device = None if cache_seqlens is None else cache_seqlens.device
+    return torch.empty(0, dtype=torch.int32, device=device)

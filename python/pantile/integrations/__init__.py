@@ -1,0 +1,1 @@
+"""Attention functions for model libraries: ``pantile.integrations.transformers``."""
