@@ -1,0 +1,168 @@
+"""Attention where the keys come to the queries: ``gather`` and ``exchange``.
+
+K and V of a few key heads at a time, double buffered:
+
+    start 0 | start 1, wait 0, attend 0 | start 2, wait 1, attend 1 | ..
+
+A rank receives all keys (``gather``, an all-gather) or those that its queries see (``exchange``, an
+all-to-all), puts them in the order of its pieces, and attends in one packed call. A query meets the
+key tiles that it meets in one process, in the same order: O and LSE have the bits of one process.
+
+The backward receives the keys again. Gradients of keys are added in float32: first those of this
+rank, then, by the owner, those of all ranks in their order, so that equal inputs give equal sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pantile.distributed._local import Local, Settings
+from pantile.distributed._share import Share
+from pantile.distributed._transfer import Pending, exchange, gather, sum_rows
+
+Tensor = torch.Tensor
+
+
+class Job:
+    """One call: where its keys come from and how its heads are grouped."""
+
+    def __init__(
+        self,
+        share: Share,
+        local: Local,
+        group: Any,
+        gathers: bool,
+        head_groups: list[tuple[int, int]],
+        settings: Settings,
+        keep_keys: bool,
+        wants_lse: bool,
+    ) -> None:
+        self.share, self.local, self.group, self.gathers = share, local, group, gathers
+        self.head_groups, self.settings = head_groups, settings
+        self.keep_keys, self.wants_lse = keep_keys, wants_lse
+        self.first: Pending | None = None  # of a prefetch
+
+    def start(self, k: Tensor, v: Tensor, i: int) -> Pending:
+        """Keys and values of head group ``i`` of ``[batch, rows, heads, dim]``."""
+        heads = slice(*self.head_groups[i])
+        rows = torch.cat((k[:, :, heads], v[:, :, heads]), -1).movedim(1, 0)
+        if self.gathers:
+            return gather(rows, self.share.most_rows, self.share.count, self.group)
+        rows = rows.index_select(0, self.local.send_index())
+        return exchange(rows, self.share.send_rows, self.share.receive_rows, self.group)
+
+    def key_list(self, received: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """K and V ``[batch * key_count, heads, dim]``, as the packed calls read them."""
+        rows = received.flatten(0, 1).index_select(0, self.local.key_index(self.gathers))
+        return rows[..., :head_dim], rows[..., head_dim:]
+
+    def give_back(self, grads: Tensor) -> Pending:
+        return exchange(grads, self.share.receive_rows, self.share.send_rows, self.group)
+
+
+class KeyExchange(torch.autograd.Function):
+    """(o, lse) of local q ``[batch, rows, heads_q, dim]`` and k, v ``[batch, rows, heads_k, ..]``.
+
+    lse is ``[batch, heads_q, rows]``.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, job: Job):
+        batch, rows, heads_q, head_dim = q.shape
+        ratio = heads_q // k.shape[2]
+        flat_q = q.flatten(0, 1)
+        keep_low = any(ctx.needs_input_grad)
+        kept, lows, outputs = [], [], []
+        pending = job.first or job.start(k, v, 0)
+        for i, (first, last) in enumerate(job.head_groups):
+            following = job.start(k, v, i + 1) if i + 1 < len(job.head_groups) else None
+            keys, values = job.key_list(pending.wait(), head_dim)
+            part = flat_q[:, first * ratio : last * ratio]
+            o, lse, low = job.local.forward(part, keys, values, job.settings, keep_low)
+            outputs.append((o, lse))
+            lows += low
+            if job.keep_keys:
+                kept += [keys, values]
+            pending = following
+        o = _joined([o for o, _ in outputs], 1)
+        lse = _joined([lse for _, lse in outputs], 0)
+        ctx.save_for_backward(q, k, v, o, lse, *lows, *kept)
+        ctx.job, ctx.low_count = job, len(lows)
+        ctx.set_materialize_grads(False)
+        o = o.view(batch, rows, heads_q, v.shape[-1])
+        if not job.wants_lse:
+            return o
+        return o, lse.view(heads_q, batch, rows).transpose(0, 1).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad_o, grad_lse=None):
+        job = ctx.job
+        q, k, v, o, lse, *saved = ctx.saved_tensors
+        if grad_o is None and grad_lse is None:
+            return None, None, None, None
+        lows, kept = saved[: ctx.low_count], saved[ctx.low_count :]
+        heads_q, head_dim = q.shape[2:]
+        grad_o = torch.zeros_like(o) if grad_o is None else grad_o.flatten(0, 1)
+        if grad_lse is not None:
+            grad_lse = grad_lse.transpose(0, 1).flatten(1)
+        flat_q, ratio = q.flatten(0, 1), heads_q // k.shape[2]
+        per_group = len(job.local.calls)
+        owned = _Owned(job, k, v)
+        grads_q = []
+        pending = None if kept else job.start(k, v, 0)
+        for i, (first, last) in enumerate(job.head_groups):
+            if kept:
+                keys, values = kept[2 * i : 2 * i + 2]
+            else:
+                more = i + 1 < len(job.head_groups)
+                following = job.start(k, v, i + 1) if more else None
+                keys, values = job.key_list(pending.wait(), head_dim)
+                pending = following
+            heads = slice(first * ratio, last * ratio)
+            grad_q, grad_k, grad_v = job.local.backward(
+                *(grad_o[:, heads], None if grad_lse is None else grad_lse[heads]),
+                *(flat_q[:, heads], keys, values, o[:, heads]),
+                *(lows[i * per_group : (i + 1) * per_group], lse[heads], job.settings),
+            )
+            grads_q.append(grad_q)
+            owned.add(i, job.give_back(job.local.received_gradients(grad_k, grad_v)))
+        grad_k, grad_v = owned.finish()
+        grad_q = _joined(grads_q, 1).view(q.shape).to(q.dtype)
+        return grad_q, grad_k, grad_v, None
+
+
+class _Owned:
+    """Gradients of this rank's keys, as they come back, one head group behind."""
+
+    def __init__(self, job: Job, k: Tensor, v: Tensor) -> None:
+        self._job, self._head_dim = job, k.shape[-1]
+        self._grad_k = k.new_empty(k.shape)
+        self._grad_v = v.new_empty(v.shape)
+        self._pending: tuple[int, Pending] | None = None
+
+    def add(self, i: int, pending: Pending) -> None:
+        self._take()
+        self._pending = i, pending
+
+    def _take(self) -> None:
+        if self._pending is None:
+            return
+        i, pending = self._pending
+        self._pending = None
+        parts = pending.wait()
+        heads = slice(*self._job.head_groups[i])
+        total = parts.new_empty((self._grad_k.shape[1], *parts.shape[1:]))
+        sum_rows(total, parts, self._job.local.steps("owner_levels"))
+        total = total.movedim(0, 1)
+        self._grad_k[:, :, heads] = total[..., : self._head_dim]
+        self._grad_v[:, :, heads] = total[..., self._head_dim :]
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        self._take()
+        return self._grad_k, self._grad_v
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

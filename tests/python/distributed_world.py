@@ -1,0 +1,337 @@
+"""Worlds of processes on gloo for test_distributed.py: one is started for many cases.
+
+Every rank makes the whole problem from a seed, attends to it alone, and compares its rows of both
+results, so that nothing but verdicts leaves a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+
+import pantile
+import pantile.distributed as pd
+import torch
+import torch.distributed as dist
+
+SECONDS = 240  # within which a world must have answered
+TIMEOUT = 60  # of a collective call
+
+
+@dataclass(frozen=True)
+class Case:
+    method: str = "gather"
+    lengths: tuple[int, ...] = (200,)  # of documents; one: a dense sequence
+    packed: bool = False
+    causal: bool = True
+    window: tuple[int | None, int | None] | None = None
+    layout: str = "auto"
+    batch: int | None = None
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (16, 16)
+    dtype: str = "float32"
+    mesh: tuple[int, int] | None = None
+    options: tuple[tuple[str, object], ...] = ()  # more arguments of the call
+
+    @property
+    def name(self) -> str:
+        shown = {k: v for k, v in vars(self).items() if v != getattr(Case(), k)}
+        text = "-".join(f"{k}={v}" for k, v in shown.items()) or "plain"
+        return text.replace(" ", "")
+
+
+def whole_tensors(case: Case, seed: int = 0) -> list[torch.Tensor]:
+    """q, k, v, grad_o and grad_lse of the whole sequence, equal on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, lead = sum(case.lengths), () if case.batch is None else (case.batch,)
+    heads_q, heads_k = case.heads
+    dtype = getattr(torch, case.dtype)
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(*lead, *shape, generator=generator).to(dtype)
+
+    return [
+        normal(tokens, heads_q, case.dims[0]),
+        normal(tokens, heads_k, case.dims[0]),
+        normal(tokens, heads_k, case.dims[1]),
+        normal(tokens, heads_q, case.dims[1]),
+        normal(heads_q, tokens, dtype=torch.float32),
+    ]
+
+
+def bounds_of(case: Case) -> list[int]:
+    bounds = [0]
+    for length in case.lengths:
+        bounds.append(bounds[-1] + length)
+    return bounds
+
+
+def alone(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """o, lse, dq, dk, dv by the calls of one process."""
+    *operands, grad_o, grad_lse = tensors
+    q, k, v = (x.clone().requires_grad_() for x in operands)
+    named = {"causal": case.causal, "window": case.window, "return_lse": True}
+    if case.packed:
+        bounds = torch.tensor(bounds_of(case), dtype=torch.int32)
+        longest = max(case.lengths)
+        entries = [(q, k, v)] if case.batch is None else list(zip(q, k, v, strict=True))
+        answers = [
+            pantile.varlen_attention(*x, bounds, bounds, longest, longest, **named) for x in entries
+        ]
+        o, lse = (torch.stack(x) for x in zip(*answers, strict=True))
+        if case.batch is None:
+            o, lse = o[0], lse[0]
+    elif case.batch is None:
+        o, lse = (x[0] for x in pantile.attention(q[None], k[None], v[None], **named))
+    else:
+        o, lse = pantile.attention(q, k, v, **named)
+    torch.autograd.backward((o, lse), (grad_o, grad_lse))
+    return [o.detach(), lse.detach(), q.grad, k.grad, v.grad]
+
+
+def exact(case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same in float64, through the matrices."""
+    *operands, grad_o, grad_lse = (x.double() for x in tensors)
+    q, k, v = (x.clone().requires_grad_() for x in operands)
+    ratio = case.heads[0] // case.heads[1]
+    i, j = torch.arange(sum(case.lengths))[:, None], torch.arange(sum(case.lengths))
+    document = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
+    hidden = document[:, None] != document
+    left, right = case.window or (None, None)
+    right = 0 if case.causal else right
+    hidden |= torch.zeros_like(hidden) if left is None else j < i - left
+    hidden |= torch.zeros_like(hidden) if right is None else j > i + right
+    keys, values = (x.repeat_interleave(ratio, -2) for x in (k, v))
+    scores = torch.einsum("...ihd,...jhd->...hij", q, keys) * case.dims[0] ** -0.5
+    scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    o = torch.einsum("...hij,...jhd->...ihd", scores.softmax(-1), values)
+    torch.autograd.backward((o, lse), (grad_o, grad_lse))
+    return [o.detach(), lse.detach(), q.grad, k.grad, v.grad]
+
+
+def make_plan(case: Case, mesh=None, **named) -> pd.Plan:
+    lengths = {"cu_seqlens": bounds_of(case)} if case.packed else {"seqlen": sum(case.lengths)}
+    given = {"causal": case.causal, "window": case.window, "layout": case.layout, **named}
+    return pd.plan(mesh, **lengths, **given)
+
+
+def rows_of(plan: pd.Plan, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's rows of o, lse, dq, dk, dv or of q, k, v, grad_o, with lse in its layout."""
+    return [x.index_select(-1 if is_lse(x, tensors) else -3, plan.index) for x in tensors]
+
+
+def is_lse(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    return x.ndim < max(y.ndim for y in others)
+
+
+def distributed(case: Case, plan: pd.Plan, tensors, **more) -> list[torch.Tensor]:
+    """This rank's rows of o, lse, dq, dk, dv by all ranks together."""
+    *operands, grad_o, grad_lse = rows_of(plan, tensors)
+    q, k, v = (x.clone().requires_grad_() for x in operands)
+    named = {"method": case.method, "return_lse": True, **dict(case.options), **more}
+    o, lse = pd.attention(q, k, v, plan=plan, **named)
+    torch.autograd.backward((o, lse), (grad_o, grad_lse))
+    return [o.detach(), lse.detach(), q.grad, k.grad, v.grad]
+
+
+NAMES = ("o", "lse", "dq", "dk", "dv")
+
+
+def errors(parts, truth) -> torch.Tensor:
+    """Squared error and squared size of each, over all ranks: [5, 2]."""
+    sums = []
+    for part, true in zip(parts, truth, strict=True):
+        real = true.isfinite()
+        if part.shape != true.shape:  # said before
+            part = true = true.new_zeros(1)
+            real = true.isfinite()
+        part, true = part.double()[real], true[real]
+        sums.append(torch.stack([(part - true).square().sum(), true.square().sum()]))
+    sums = torch.stack(sums)
+    dist.all_reduce(sums)
+    return sums
+
+
+def check_case(case: Case) -> str | None:
+    """What is wrong, or nothing."""
+    mesh = None
+    if case.mesh is not None:
+        mesh = dist.device_mesh.init_device_mesh("cpu", case.mesh, mesh_dim_names=("keys", "heads"))
+    plan = make_plan(case, mesh)
+    tensors = whole_tensors(case)
+    single, truth = alone(case, tensors), exact(case, tensors)
+    ours = distributed(case, plan, tensors)
+    local_single, local_truth = rows_of(plan, single), rows_of(plan, truth)
+    wrong = []
+    for name, mine, his in zip(NAMES, ours, local_single, strict=True):
+        if mine.shape != his.shape or mine.dtype != his.dtype:
+            wrong.append(f"{name}: {mine.dtype} {tuple(mine.shape)}, not {tuple(his.shape)}")
+        elif case.method != "ring" and name in ("o", "lse", "dq") and not torch.equal(mine, his):
+            wrong.append(f"{name}: {int((mine != his).sum())} of {mine.numel()} bits differ")
+        elif not torch.equal(mine.isfinite(), his.isfinite()):
+            wrong.append(f"{name}: finite elsewhere than in one process")
+    error, allowed = errors(ours, local_truth), errors(local_single, local_truth)
+    floor = {"float32": 1e-6, "bfloat16": 1e-4}[case.dtype]
+    for name, (e, size), (a, _) in zip(NAMES, error.tolist(), allowed.tolist(), strict=True):
+        # A key head that several ranks attend with: each of them rounds its part of the gradient.
+        replicas = case.method == "heads" and case.heads[1] < dist.get_world_size()
+        most = max((1.6 if replicas else 1.1) * a**0.5, floor * size**0.5)
+        if not e**0.5 <= most:
+            wrong.append(f"{name}: error {(e / max(size, 1e-30)) ** 0.5:.2e}, of one process "
+                         f"{(a / max(size, 1e-30)) ** 0.5:.2e}")  # fmt: skip
+    return "; ".join(wrong) or None
+
+
+def check_repeats(case: Case) -> str | None:
+    """Late ranks, and memory that held garbage, change no bit."""
+    plan, tensors = make_plan(case), whole_tensors(case)
+    first = distributed(case, plan, tensors)
+    for i in range(6):
+        time.sleep(0.02 * ((dist.get_rank() * 7 + i * 5) % 3))
+        garbage = [torch.full((n,), float("nan")) for n in (1000, 5000, 20000) for _ in range(4)]
+        del garbage
+        again = distributed(case, plan, tensors)
+        for name, a, b in zip(NAMES, first, again, strict=True):
+            if not torch.equal(a, b):
+                return f"{name} of run {i} differs"
+    return None
+
+
+def check_hidden_poison(case: Case) -> str | None:
+    """NaN in keys of one document reaches no query of another, though they are received."""
+    plan, tensors = make_plan(case), whole_tensors(case)
+    clean = distributed(case, plan, tensors)
+    first, last = bounds_of(case)[1:3]
+    for x in tensors[:3]:
+        x[first:last] = float("nan")
+    dirty = distributed(case, plan, tensors)
+    others = (plan.index < first) | (plan.index >= last)
+    for name, a, b in zip(NAMES, clean, dirty, strict=True):
+        dim = a.ndim - 1 if name == "lse" else 0
+        chosen = others.nonzero().flatten()
+        if not torch.equal(a.index_select(dim, chosen), b.index_select(dim, chosen)):
+            return f"{name} of other documents changed"
+    return None
+
+
+def check_plan_calls(case: Case) -> str | None:
+    """shard, unshard, prefetch, check, dense calls without a plan."""
+    plan, tensors = make_plan(case), whole_tensors(case)
+    plan.check()
+    q, k, v = (plan.shard(x, dim=0) for x in tensors[:3])
+    if not torch.equal(plan.unshard(q, dim=0), tensors[0]):
+        return "unshard(shard(x)) is not x"
+    if not torch.equal(plan.index, plan.shard(torch.arange(sum(case.lengths)))):
+        return "index is not what shard takes"
+    ready = pd.prefetch(k, v, plan=plan, method="gather")
+    o = pd.attention(q, k, v, plan=plan, method="gather", prefetched=ready)
+    if not torch.equal(o, pd.attention(q, k, v, plan=plan, method="gather")):
+        return "prefetched keys give another o"
+    try:
+        pd.attention(q, k, v, plan=plan, method="gather", prefetched=ready)
+        return "prefetched keys serve a second call"
+    except ValueError:
+        pass
+    mine = make_plan(case, causal=dist.get_rank() == 0)
+    try:
+        mine.check()
+        return "check passes different plans"
+    except RuntimeError:
+        return None
+
+
+def check_dense_call(case: Case) -> str | None:
+    plan = pd.plan(seqlen=sum(case.lengths), causal=True)
+    q, k, v = (plan.shard(x, dim=0) for x in whole_tensors(case)[:3])
+    same = torch.equal(pd.attention(q, k, v, causal=True), pd.attention(q, k, v, plan=plan))
+    return None if same else "a call without a plan differs"
+
+
+def check_dead_peer(case: Case) -> str | None:
+    plan, tensors = make_plan(case), whole_tensors(case)
+    q, k, v = (plan.shard(x, dim=0) for x in tensors[:3])
+    if dist.get_rank() == 1:
+        os._exit(0)
+    try:
+        pd.attention(q, k, v, plan=plan, method=case.method)
+    except RuntimeError:
+        return None
+    return "no error"
+
+
+def _rank_main(rank: int, size: int, folder: str, check, cases) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        *("gloo", f"file://{folder}/store"),
+        rank=rank, world_size=size, timeout=datetime.timedelta(seconds=TIMEOUT),
+    )  # fmt: skip
+    with open(f"{folder}/{rank}", "wb") as answers:
+        for case in cases:
+            try:
+                verdict = check(case)
+            except Exception:
+                verdict = traceback.format_exc(limit=-3)
+            pickle.dump(verdict, answers)
+            answers.flush()
+    dist.destroy_process_group()
+
+
+def _verdicts(path: str, count: int) -> list[str | None]:
+    found = []
+    with contextlib.suppress(EOFError, FileNotFoundError), open(path, "rb") as file:
+        while True:
+            found.append(pickle.load(file))
+    return found + ["no answer"] * (count - len(found))
+
+
+def _world(size: int, check, cases: list) -> list[str | None]:
+    with tempfile.TemporaryDirectory() as folder:
+        forked = multiprocessing.get_context("fork")
+        arguments = size, folder, check, cases
+        ranks = [forked.Process(target=_rank_main, args=(r, *arguments)) for r in range(size)]
+        for process in ranks:
+            process.start()
+        until = time.monotonic() + SECONDS
+        for process in ranks:
+            process.join(timeout=max(until - time.monotonic(), 0.1))
+            if process.is_alive():
+                process.kill()
+        verdicts = [_verdicts(f"{folder}/{r}", len(cases)) for r in range(size)]
+    return [
+        "\n".join(f"rank {r}: {v}" for r, v in enumerate(answers) if v) or None
+        for answers in zip(*verdicts, strict=True)
+    ]
+
+
+def run_worlds(worlds: list[tuple[int, object, list]]) -> list[list[str | None]]:
+    """Of each (ranks, check, cases): for each case what any rank found wrong.
+
+    In a fresh interpreter, whose children are forked before it has threads.
+    """
+    command = [sys.executable, "-c", "import distributed_world as w; w._main()"]
+    path = os.pathsep.join(filter(None, (os.path.dirname(__file__), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        command,
+        input=pickle.dumps(worlds),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=(SECONDS + 30) * len(worlds),
+        check=True,
+    )
+    return pickle.loads(done.stdout)
+
+
+def _main() -> None:
+    answers = [_world(*world) for world in pickle.load(sys.stdin.buffer)]
+    sys.stdout.buffer.write(pickle.dumps(answers))
