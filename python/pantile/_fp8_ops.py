@@ -1,28 +1,29 @@
-"""The torch operators ``pantile::quantize`` and ``pantile::fp8_forward``.
+"""The torch operators ``pantile::quantize``, ``pantile::dequantize`` and ``pantile::fp8_forward``.
 
-Only the forward works on codes. Its backward is that of the unquantised attention: it runs
-``pantile::forward`` on q, k and v as they came, for their O and LSE, and ``pantile::backward`` with
-these. Inputs in float32 are rounded to bfloat16 for it.
+The gradients are in _fp8_gradient.py.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch.utils import flop_counter
 
 from pantile import _C, _direct, _fake, _ops
 from pantile._fast_path import present, takes_short_cut
+from pantile._fp8_codes import Sequences, in_sequences, means_of_rows, nonfinite_values
+from pantile._fp8_gradient import Codes, Form, Fp8Attention, numbers_of
+from pantile._options import FP8_BACKWARDS
 from pantile._quantized import Quantized
 from pantile._schema import (
+    DEQUANTIZE,
     FP8_FORWARD,
     FP8_OPERAND_NAMES,
-    LENGTHS,
-    NO_LENGTHS,
     PACKING,
     QUANTIZE,
     Call,
     bind,
-    lengths_of,
 )
 from pantile._torch_private import below_autograd, in_transform
 
@@ -33,9 +34,10 @@ _CODES = torch.float8_e4m3fn
 _SOURCE_COUNT = 3  # q, k and v come before the operands
 
 _library = torch.library.Library("pantile", "FRAGMENT")
-for _signature in (QUANTIZE, FP8_FORWARD):
+for _signature in (QUANTIZE, DEQUANTIZE, FP8_FORWARD):
     _library.define(_signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
 quantize_op = torch.ops.pantile.quantize.default
+dequantize_op = torch.ops.pantile.dequantize.default
 fp8_forward_op = torch.ops.pantile.fp8_forward.default
 
 
@@ -140,6 +142,54 @@ def _quantize_autograd(*args):
         return quantize_op(*args)
 
 
+# ---- dequantize
+
+
+_DEQUANTIZED = FP8_OPERAND_NAMES[: DEQUANTIZE.operand_count]
+_NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _check_numbers(a) -> None:
+    if a.dtype not in _NUMBERS:
+        raise ValueError(f"dtype is {a.dtype}; it must be one of {', '.join(map(str, _NUMBERS))}")
+    _check_forms(a, _DEQUANTIZED, False)
+
+
+def _new_numbers(a) -> tuple:
+    dense = (a.batch,) if a.call.cu_seqlens_q is None else ()
+    heads_q, heads_k = a.codes_q.shape[0], a.codes_k.shape[0]
+    shapes = (
+        (a.rows, heads_q, a.head_dim),
+        (a.keys, heads_k, a.head_dim),
+        (a.keys, heads_k, a.codes_v.shape[2]),
+    )
+    return tuple(a.codes_q.new_empty((*dense, *shape), dtype=a.dtype) for shape in shapes)
+
+
+def _dequantize_kernel(*arguments):
+    a = DEQUANTIZE.split(arguments)
+    _check_numbers(a)
+    _follow_threads()
+    q, k, v = _new_numbers(a)
+    codes = arguments[: DEQUANTIZE.operand_count]
+    call = bind(_quantize_call(a))
+    if _C.dequantize(q, k, v, codes, call, a.block_q, a.block_k, a.hadamard, a.keep_rotation):
+        raise AssertionError("a contiguous tensor was refused for its layout")
+    return q, k, v
+
+
+@torch.library.register_fake("pantile::dequantize", lib=_library)
+def _fake_dequantize(*arguments):
+    a = DEQUANTIZE.split(arguments)
+    _check_numbers(a)
+    return _new_numbers(a)
+
+
+def _dequantize_autograd(*args):
+    with below_autograd():
+        return dequantize_op(*args)
+
+
 # ---- fp8_forward
 
 
@@ -169,19 +219,20 @@ def _run_fp8_forward(a):
     return o, lse
 
 
-def _check_forms(a) -> None:
-    """Shapes and dtypes of fp8_forward's operands, against each other and against its sizes."""
-    operands = _operands_of(a)
-    for name, x, rank in zip(FP8_OPERAND_NAMES, operands, (3, 3, 4), strict=False):
+def _check_forms(a, names: tuple[str, ...], smooth_k: bool) -> None:
+    """Shapes and dtypes of operands, the first ``names`` of all, against each other and against the
+    sizes of the call."""
+    operands = tuple(getattr(a, name) for name in names)
+    for name, x, rank in zip(names, operands, (3, 3, 4), strict=False):
         if x.ndim != rank:
             raise ValueError(f"{name} has {x.ndim} dimensions; it must have {rank}")
     bounds = a.call.cu_seqlens_q, a.call.cu_seqlens_k
     dense = (a.batch,) if bounds[0] is None else ()
     shape_q = (*dense, a.rows, a.codes_q.shape[0], a.head_dim)
     shape_k = (*dense, a.keys, a.codes_k.shape[0], a.head_dim)
-    format_ = a.block_q, a.block_k, a.smooth_k
+    format_ = a.block_q, a.block_k, smooth_k
     forms = _operand_forms(shape_q, shape_k, a.codes_v.shape[2], *bounds, format_)
-    for name, x, (shape, expected) in zip(FP8_OPERAND_NAMES, operands, forms, strict=True):
+    for name, x, (shape, expected) in zip(names, operands, forms, strict=False):
         _fake.require_dtype(name, x, expected)
         _fake.require_shape(name, *_fake.known_shapes(x.shape, shape))
 
@@ -202,78 +253,42 @@ def _check_without_memory(a) -> None:
     _fake.checked_call(check, q, k, v, a.call)
 
 
+def _check_backward(a) -> None:
+    if a.fp8_backward not in FP8_BACKWARDS:
+        allowed = ", ".join(FP8_BACKWARDS)
+        raise ValueError(f"fp8_backward is {a.fp8_backward!r}; it must be one of {allowed}")
+
+
 def _fp8_forward_kernel(*arguments):
     a = FP8_FORWARD.split(arguments)
-    _check_forms(a)
+    _check_backward(a)
+    _check_forms(a, FP8_OPERAND_NAMES, a.smooth_k)
     return _run_fp8_forward(a)
 
 
 @torch.library.register_fake("pantile::fp8_forward", lib=_library)
 def _fake_fp8_forward(*arguments):
     a = FP8_FORWARD.split(arguments)
-    _check_forms(a)
+    _check_backward(a)
+    _check_forms(a, FP8_OPERAND_NAMES, a.smooth_k)
     _check_without_memory(a)
     return _new_outputs(a)
-
-
-class _Fp8Attention(torch.autograd.Function):
-    """The gradient of the unquantised attention: quantising counts as the identity.
-
-    Probabilities recomputed with the FP8 forward's LSE would not sum to 1 over a row, by as much as
-    the largest scores err; that error grows with the scores and feeds itself through the weights.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, *rest):
-        *rest, grad_mode = rest
-        a = FP8_FORWARD.split((q, k, v, *rest))
-        with _ops.lower(grad_mode):
-            o, lse = fp8_forward_op(None, None, None, *rest)
-        ctx.save_for_backward(q, k, v, *lengths_of(a.call))
-        ctx.how = (a.call._replace(**NO_LENGTHS), o.dtype, a.deterministic, len(rest) + 1)
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, grad_o, grad_lse):
-        call, dtype, deterministic, count = ctx.how
-        if grad_o is None and grad_lse is None:
-            return (None,) * (_SOURCE_COUNT + count)
-        q, k, v, *lengths = ctx.saved_tensors
-        call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
-        rounded = tuple(x.to(dtype) for x in (q, k, v))
-        with torch.no_grad():
-            o, lse, o_low = _ops.forward_op(*rounded, *call, deterministic, False, True)
-        # By the operator's Autograd kernel: with create_graph=True it records that the gradient has
-        # no derivative, and one that is asked for is refused by name.
-        grads = _ops.backward_op(
-            torch.zeros_like(o) if grad_o is None else grad_o,
-            grad_lse,
-            *rounded,
-            o,
-            o_low,
-            lse,
-            *call,
-            deterministic,
-        )
-        grads = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
-        return (*grads, *(None,) * count)
-
-    jvp = staticmethod(_ops._no_forward_mode)
 
 
 def _fp8_forward_autograd(*args):
     source = [x for x in args[:_SOURCE_COUNT] if x is not None]
     if len(source) == _SOURCE_COUNT and _ops.differentiates(source):
-        return _ops.apply(_Fp8Attention, *args)
+        return _ops.apply(Fp8Attention, *args)
     with below_autograd():
         return fp8_forward_op(*args)
 
 
 for _key in ("CPU", "CUDA"):
     _library.impl("quantize", _quantize_kernel, _key)
+    _library.impl("dequantize", _dequantize_kernel, _key)
     _library.impl("fp8_forward", _fp8_forward_kernel, _key)
 _library.impl("quantize", _quantize_autograd, "Autograd")
+_library.impl("dequantize", _dequantize_autograd, "Autograd")
 _library.impl("fp8_forward", _fp8_forward_autograd, "Autograd")
 
 
@@ -291,11 +306,16 @@ def _vmap_quantize(info, in_dims, *args):
     return _ops.mapped_in_a_loop(quantize_op, info, in_dims, *args)
 
 
+def _vmap_dequantize(info, in_dims, *args):
+    return _ops.mapped_in_a_loop(dequantize_op, info, in_dims, *args)
+
+
 def _vmap_fp8_forward(info, in_dims, *args):
     return _ops.mapped_in_a_loop(fp8_forward_op, info, in_dims, *args)
 
 
 torch.library.register_vmap("pantile::quantize", _vmap_quantize, lib=_library)
+torch.library.register_vmap("pantile::dequantize", _vmap_dequantize, lib=_library)
 torch.library.register_vmap("pantile::fp8_forward", _vmap_fp8_forward, lib=_library)
 
 
@@ -439,8 +459,9 @@ def quantize(q, k, v, packing: tuple, backend: str, descales, format_: tuple) ->
     )
 
 
-def attention(operands: Quantized, call, exp: str, deterministic, checked, return_lse):
-    """Attention on operands; of ``call`` all but the packing, which they know."""
+def attention(operands: Quantized, call, how: tuple, deterministic, checked, return_lse):
+    """Attention on operands; of ``call`` all but the packing, which they know. ``how``: fp8_exp and
+    fp8_backward."""
     packed = operands.lengths[0] is not None
     batch = operands.lengths[0].shape[0] - 1 if packed else operands.shape_q[0]
     rows, keys = (shape[0 if packed else 1] for shape in (operands.shape_q, operands.shape_k))
@@ -456,8 +477,9 @@ def attention(operands: Quantized, call, exp: str, deterministic, checked, retur
         operands.dtype,
         operands.block_q,
         operands.block_k,
+        operands.hadamard,
         operands.smooth_k,
-        exp,
+        *how,
         deterministic,
         checked,
     )
@@ -470,16 +492,50 @@ def attention(operands: Quantized, call, exp: str, deterministic, checked, retur
     return (o, lse) if return_lse else o
 
 
-def quantized_attention(q, k, v, call, format_, exp, deterministic, checked, return_lse):
+def quantized_attention(q, k, v, call, format_, how, deterministic, checked, return_lse):
     """Attention on q, k and v by way of quantising them; o has the dtype of q."""
     if isinstance(q, Tensor) and q.dtype is _CODES:
         raise TypeError("q has dtype float8_e4m3fn; pantile.quantize takes it, with descales")
     packing = tuple(call)[: len(PACKING)]
     operands = quantize(q, k, v, packing, call.backend, (None, None, None), format_)
-    o, lse = attention(operands, call, exp, deterministic, checked, True)
+    o, lse = attention(operands, call, how, deterministic, checked, True)
     if not torch.is_autocast_enabled(q.device.type):
         o = o.to(q.dtype)
     return (o, lse) if return_lse else o
+
+
+def dequantize(operands: Quantized, dtype_name: str, keep_mean: bool, backend: str) -> tuple:
+    """(q, k, v) that the codes stand for; NaN where a code or v is not finite."""
+    dtype = getattr(torch, dtype_name)
+    packed = operands.lengths[0] is not None
+    batch = operands.lengths[0].shape[0] - 1 if packed else operands.shape_q[0]
+    rows, keys = (shape[0 if packed else 1] for shape in (operands.shape_q, operands.shape_k))
+    flags = operands.block_q, operands.block_k, operands.hadamard, operands.smooth_k
+    form = Form(batch, rows, keys, operands.shape_q[-1], *flags)
+    codes = Codes(*(getattr(operands, name) for name in Codes._fields))
+    call = Call(*operands.lengths, *operands.longest, backend=backend)
+    adds_mean = operands.smooth_k and keep_mean
+    with torch.no_grad():
+        q, k, v = numbers_of(codes, form, call, torch.float32 if adds_mean else dtype, False)
+        if adds_mean:
+            k += means_of_rows(operands.mean_k, k.shape[-2], keys, operands.lengths[1])
+        lost = nonfinite_values(operands.nonfinite_v, operands.scale_kv[..., 1])
+        lost = in_sequences(lost, Sequences(batch, keys, operands.lengths[1]))
+        return tuple(x.to(dtype) for x in (q, k, v.masked_fill_(lost, torch.nan)))
+
+
+def saved_bytes(operands: tuple, call, format_: tuple, of_codes: bool) -> int:
+    """What a call keeps for its backward, without the lengths of packed sequences."""
+    q, k, v = operands
+    if not of_codes:
+        return sum(x.numel() * x.element_size() for x in operands)
+    block_q, block_k, _, smooth_k = format_
+    bounds = call.cu_seqlens_q, call.cu_seqlens_k
+    forms = _operand_forms(q.shape, k.shape, v.shape[-1], *bounds, (block_q, block_k, smooth_k))
+    sizes = dict(zip(FP8_OPERAND_NAMES, forms, strict=True))
+    kept = sum(math.prod(sizes[name][0]) * sizes[name][1].itemsize for name in Codes._fields)
+    rows = math.prod(q.shape[:-1])
+    return kept + rows * (v.shape[-1] * _output_dtype(q.dtype).itemsize + torch.float32.itemsize)
 
 
 def like_backward(operands: tuple) -> tuple:

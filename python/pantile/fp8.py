@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from pantile._arguments import shown
 from pantile._attention import attention as _attention
 from pantile._foreign import refuse
-from pantile._fp8 import quantize
+from pantile._fp8 import dequantize, quantize
 from pantile._options import Options
 from pantile._quantized import Quantized
 
 if TYPE_CHECKING:
     from pantile._types import Tensor, Window
 
-__all__ = ["Quantized", "attention", "quantize"]
+__all__ = ["Quantized", "attention", "dequantize", "quantize"]
 
 _BY_NAME = ("causal", "window", "scale", "return_lse", "deterministic", "options")
 
@@ -76,14 +76,13 @@ def attention(
     Args:
         operands: of :func:`quantize`.
         causal, window, scale, return_lse, deterministic: as in :func:`pantile.attention`.
-        options: its backend, ``fp8_exp``, ``checked`` and softmax options.
+        options: its backend, ``fp8_exp``, ``fp8_backward``, ``checked`` and softmax options.
 
     Returns:
         o: ``[batch, seqlen_q, heads_q, head_dim_v]``, packed ``[total_q, heads_q, head_dim_v]``, in
         ``operands.dtype``: float16 of float16 inputs, else bfloat16. With ``return_lse`` the pair
         (o, lse), lse float32 ``[batch, heads_q, seqlen_q]``, packed ``[heads_q, total_q]``.
-        Differentiable with respect to what was quantised: the gradient is that of the unquantised
-        attention.
+        Differentiable with respect to what was quantised, as ``options.fp8_backward`` says.
 
     Raises:
         As :func:`pantile.attention`.
