@@ -1,10 +1,10 @@
-"""The public calls of the FP8 quantiser."""
+"""The public call of the FP8 quantiser."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pantile._arguments import dtype_name, flag, integer, real, shown
+from pantile._arguments import flag, integer, real, shown
 from pantile._attention import (
     _engine,
     _fp8_ops,
@@ -17,13 +17,10 @@ from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
 from pantile._quantized import Quantized
 
 if TYPE_CHECKING:
-    import torch
-
     from pantile._types import Tensor
 
 _BLOCKS = (64, 128)
 _BLOCKS_Q = (1, 64, 128)
-_FLOATS = ("float32", "float16", "bfloat16")
 _SMALLEST, _LARGEST = 2.0**-149, (2.0 - 2.0**-23) * 2.0**127  # positive numbers of float32
 
 
@@ -153,43 +150,3 @@ def quantize(
         tuple(_descale(name, value, q, engine) for name, value in descales.items()),
         (block_q, block, _flag("hadamard", hadamard), _flag("smooth_k", smooth_k)),
     )
-
-
-def dequantize(
-    operands: Quantized,
-    *extra: Any,
-    dtype: torch.dtype | None = None,
-    keep_mean: bool = True,
-    options: Options | None = None,
-    **foreign: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The q, k and v that FP8 operands stand for: codes times scales, rotated back.
-
-    Not differentiable. The values are on the grid of e4m3 before the rotation; NaN and Inf of the
-    inputs come back as NaN.
-
-    Args:
-        operands: of :func:`quantize`.
-        dtype: of the tensors: float32, float16 or bfloat16; default ``operands.dtype``.
-        keep_mean: False gives k less its mean, as it is quantised with ``smooth_k``.
-        options: its backend.
-
-    Returns:
-        (q, k, v), shaped as they were quantised.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong; the message names it.
-    """
-    if extra or foreign:
-        refuse("fp8.dequantize", extra, foreign, ("dtype", "keep_mean", "options"))
-    options = DEFAULT_OPTIONS if options is None else resolve_options(options)
-    if type(operands) is not Quantized:
-        raise TypeError(
-            f"operands is {shown(operands)}; it must be what pantile.fp8.quantize(q, k, v) returns"
-        )
-    flag("keep_mean", keep_mean)
-    name = dtype_name(operands.dtype if dtype is None else dtype)
-    if name not in _FLOATS:
-        allowed = ", ".join(_FLOATS)
-        raise ValueError(f"dtype is {shown(dtype)}; it must be one of {allowed}, or None")
-    return _fp8_ops().dequantize(operands, name, keep_mean, options.backend)
