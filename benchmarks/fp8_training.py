@@ -66,7 +66,7 @@ def run_cell(length: int, head_dim: int, causal: bool, rounds: int) -> dict:
     steps = {name: Step(options, operands, grad_o, causal) for name, options in MODES.items()}
     parts = {"step": "whole", "forward": "forward", "backward": "backward"}
     record: dict = {
-        "record": "fp8_training",
+        "kind": "fp8_training",
         "head_dim": head_dim,
         "mask": "causal" if causal else "full",
         "length": length,

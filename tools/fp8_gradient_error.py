@@ -315,7 +315,7 @@ def main() -> None:
             )
             for name, errors in found.items():
                 record = {
-                    "record": "fp8_gradient_law",
+                    "kind": "fp8_gradient_law",
                     "law": law,
                     "mask": mask,
                     "length": arguments.length,
