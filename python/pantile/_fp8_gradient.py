@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pantile import _ops
+from pantile._direct import run_backward
+from pantile._fast_path import present, takes_short_cut
 from pantile._fp8_codes import (
     Sequences,
     hadamard_group,
@@ -27,6 +29,8 @@ from pantile._fp8_codes import (
     rotate_back,
     rotation_balance,
 )
+from pantile._fp8_numbers import dequantize_op as _op
+from pantile._fp8_numbers import run_dequantize
 from pantile._schema import (
     DEQUANTIZE,
     FP8_FORWARD,
@@ -34,6 +38,7 @@ from pantile._schema import (
     NO_LENGTHS,
     PACKING,
     Call,
+    bind,
     lengths_of,
 )
 
@@ -70,11 +75,11 @@ class Codes(NamedTuple):
 
 def numbers_of(codes: Codes, form: Form, call: Any, dtype: torch.dtype, rotated: bool) -> tuple:
     """(q, k less its mean, v), shaped as they were quantised."""
+    operands = codes[:_DEQUANTIZED]
+    run = run_dequantize if takes_short_cut((*operands, *present(lengths_of(call)))) else _op
     packing = tuple(call)[: len(PACKING)]
     blocks = form.block_q, form.block_k, form.hadamard
-    return torch.ops.pantile.dequantize.default(
-        *codes[:_DEQUANTIZED], *packing, *form[:4], dtype, *blocks, rotated, call.backend
-    )
+    return run(*operands, *packing, *form[:4], dtype, *blocks, rotated, call.backend)
 
 
 def _rotated_back(grad_q: Tensor, grad_k: Tensor, form: Form) -> tuple[Tensor, Tensor]:
@@ -97,6 +102,15 @@ def _scale_of(call: Any, form: Form) -> float:
     return form.head_dim**-0.5 if call.scale is None else call.scale
 
 
+def _run_backward(tensors: tuple, call: Any, deterministic: bool) -> tuple:
+    """``pantile::backward``. create_graph=True must meet the operator's Autograd kernel: it records
+    that the gradient has no derivative, and one that is asked for is refused by name."""
+    operands = present((*tensors, *lengths_of(call)))
+    if not torch.is_grad_enabled() and takes_short_cut(operands):
+        return run_backward(*tensors, bind(call), deterministic)
+    return _ops.backward_op(*tensors, *call, deterministic)
+
+
 def _paired(ctx, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple:
     """The gradients of q, k and v at what the codes stand for."""
     call, form, deterministic = ctx.how
@@ -105,18 +119,15 @@ def _paired(ctx, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple:
     o, lse, *lengths = ctx.saved_tensors[count:]
     call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
     bounds = call.cu_seqlens_q, call.cu_seqlens_k
-    grads = list(
-        _ops.backward_op(
-            torch.zeros_like(o) if grad_o is None else grad_o,
-            grad_lse,
-            *numbers_of(codes, form, call, o.dtype, True),
-            o,
-            None,
-            _lse_of_smoothed_keys(codes, form, call, lse) if form.smooth_k else lse,
-            *call,
-            deterministic,
-        )
+    tensors = (
+        torch.zeros_like(o) if grad_o is None else grad_o,
+        grad_lse,
+        *numbers_of(codes, form, call, o.dtype, True),
+        o,
+        None,
+        _lse_of_smoothed_keys(codes, form, call, lse) if form.smooth_k else lse,
     )
+    grads = list(_run_backward(tensors, call, deterministic))
     grads[:2] = _rotated_back(*grads[:2], form)
     if form.smooth_k and grad_lse is not None:
         # LSE holds scale * q . mean(K) besides that of the smoothed keys.
@@ -127,9 +138,13 @@ def _paired(ctx, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple:
 
 
 def _lse_of_smoothed_keys(codes: Codes, form: Form, call, lse: Tensor) -> Tensor:
-    """The LSE of Q (K - mean(K)); -inf stays where a row has no key."""
-    shift = _scale_of(call, form) * _rows_of_lse(codes.q_dot_mean, form, call.cu_seqlens_q)
-    return torch.where(lse == -torch.inf, lse, lse - shift)
+    """The LSE of Q (K - mean(K)); -inf where a row has no key."""
+    shift = _rows_of_lse(codes.q_dot_mean, form, call.cu_seqlens_q)
+    shifted = torch.sub(lse, shift, alpha=_scale_of(call, form))
+    if call.cu_seqlens_q is None and call.seqused_q is None:
+        return shifted
+    # Rows that are not in use have no product with the mean.
+    return torch.where(lse == -torch.inf, lse, shifted)
 
 
 def _recomputed(ctx, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple:
@@ -140,21 +155,25 @@ def _recomputed(ctx, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple:
     rounded = tuple(x.to(dtype) for x in (q, k, v))
     with torch.no_grad():
         o, lse, o_low = _ops.forward_op(*rounded, *call, deterministic, False, True)
-    # By the operator's Autograd kernel: with create_graph=True it records that the gradient has
-    # no derivative, and one that is asked for is refused by name.
     grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-    return _ops.backward_op(grad_o, grad_lse, *rounded, o, o_low, lse, *call, deterministic)
+    return _run_backward((grad_o, grad_lse, *rounded, o, o_low, lse), call, deterministic)
 
 
 class Fp8Attention(torch.autograd.Function):
-    """``pantile::fp8_forward``, differentiable with respect to what was quantised."""
+    """``pantile::fp8_forward``, differentiable with respect to what was quantised.
+
+    The last argument is the grad mode for the operator, or what runs without the dispatcher.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, *rest):
-        *rest, grad_mode = rest
+        *rest, how = rest
         a = FP8_FORWARD.split((q, k, v, *rest))
-        with _ops.lower(grad_mode):
-            o, lse = torch.ops.pantile.fp8_forward.default(None, None, None, *rest)
+        if callable(how):
+            o, lse = how(a)
+        else:
+            with _ops.lower(how):
+                o, lse = torch.ops.pantile.fp8_forward.default(None, None, None, *rest)
         call = Call(*a.call)._replace(**NO_LENGTHS)
         if a.fp8_backward == "recompute":
             ctx.save_for_backward(q, k, v, *lengths_of(a.call))
@@ -178,3 +197,7 @@ class Fp8Attention(torch.autograd.Function):
         return (*cast, *(None,) * ctx.count)
 
     jvp = staticmethod(_ops._no_forward_mode)
+
+
+# What Function.apply comes to when no torch.func transform is active, without asking again.
+apply_directly = super(torch.autograd.Function, Fp8Attention).apply

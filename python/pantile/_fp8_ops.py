@@ -1,6 +1,6 @@
-"""The torch operators ``pantile::quantize``, ``pantile::dequantize`` and ``pantile::fp8_forward``.
+"""The torch operators ``pantile::quantize`` and ``pantile::fp8_forward``.
 
-The gradients are in _fp8_gradient.py.
+``pantile::dequantize`` is in _fp8_numbers.py, the gradients are in _fp8_gradient.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ import torch
 from torch.utils import flop_counter
 
 from pantile import _C, _direct, _fake, _ops
-from pantile._fast_path import present, takes_short_cut
+from pantile._fast_path import present, records_any, takes_short_cut
 from pantile._fp8_codes import Sequences, in_sequences, means_of_rows, nonfinite_values
-from pantile._fp8_gradient import Codes, Form, Fp8Attention, numbers_of
+from pantile._fp8_gradient import Codes, Form, Fp8Attention, apply_directly, numbers_of
+from pantile._fp8_numbers import (
+    CODES,
+    check_forms,
+    follow_threads,
+    operand_forms,
+    quantize_call,
+)
 from pantile._options import FP8_BACKWARDS
 from pantile._quantized import Quantized
 from pantile._schema import (
-    DEQUANTIZE,
     FP8_FORWARD,
     FP8_OPERAND_NAMES,
     PACKING,
@@ -29,51 +35,20 @@ from pantile._torch_private import below_autograd, in_transform
 
 Tensor = torch.Tensor
 
-_ROWS = 128  # rows of a block
-_CODES = torch.float8_e4m3fn
 _SOURCE_COUNT = 3  # q, k and v come before the operands
 
 _library = torch.library.Library("pantile", "FRAGMENT")
-for _signature in (QUANTIZE, DEQUANTIZE, FP8_FORWARD):
+for _signature in (QUANTIZE, FP8_FORWARD):
     _library.define(_signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
 quantize_op = torch.ops.pantile.quantize.default
-dequantize_op = torch.ops.pantile.dequantize.default
 fp8_forward_op = torch.ops.pantile.fp8_forward.default
 
 
 # ---- quantize
 
 
-def _blocks(cu_seqlens: Tensor | None, shape) -> int:
-    """Blocks of 128 rows of one head of q or k."""
-    if cu_seqlens is not None:
-        return shape[0] // _ROWS + cu_seqlens.shape[0] - 1
-    return shape[0] * ((shape[1] + _ROWS - 1) // _ROWS)
-
-
-def _operand_forms(shape_q, shape_k, head_dim_v, cu_seqlens_q, cu_seqlens_k, format_) -> tuple:
-    """(shape, dtype) of each operand; ``format_`` is (block_q, block_k, smooth_k)."""
-    block_q, block_k, smooth_k = format_
-    *_, heads_q, head_dim = shape_q
-    heads_k = shape_k[-2]
-    blocks_q, blocks_k = _blocks(cu_seqlens_q, shape_q), _blocks(cu_seqlens_k, shape_k)
-    batch = shape_q[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    width = (head_dim + 15) // 16 * 16
-    f32 = torch.float32
-    return (
-        ((heads_q, _ROWS * blocks_q, width), _CODES),
-        ((heads_k, _ROWS * blocks_k, width), _CODES),
-        ((heads_k, blocks_k, head_dim_v, _ROWS), _CODES),
-        ((heads_q, _ROWS // max(block_q, 1) * blocks_q), f32),
-        ((heads_k, _ROWS // max(block_k, 1) * blocks_k, 2), f32),
-        ((heads_k, blocks_k, head_dim_v, _ROWS // 32), torch.int32),
-        ((heads_q, _ROWS * blocks_q) if smooth_k else (0,), f32),
-        ((batch, heads_k, head_dim) if smooth_k else (0,), f32),
-    )
-
-
 def _new_operands(q, k, v, cu_seqlens_q, cu_seqlens_k, *format_) -> tuple:
-    forms = _operand_forms(q.shape, k.shape, v.shape[-1], cu_seqlens_q, cu_seqlens_k, format_)
+    forms = operand_forms(q.shape, k.shape, v.shape[-1], cu_seqlens_q, cu_seqlens_k, format_)
     return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in forms)
 
 
@@ -84,21 +59,11 @@ def _check_ranks(q, k, v, call) -> None:
             raise ValueError(f"{name} has {x.ndim} dimensions; it must have {rank}")
 
 
-def _follow_threads() -> None:
-    if not _direct.THREADS_FOLLOW:
-        _C.set_cpu_threads(torch.get_num_threads())
-
-
-def _quantize_call(a) -> Call:
-    """Of the operator's arguments: it has no mask, no scale and no softmax."""
-    return a.call._replace(scale=1.0, backend=a.backend)
-
-
 def _quantize_kernel(*arguments):
     a = QUANTIZE.split(arguments)
-    call = bind(_quantize_call(a))
+    call = bind(quantize_call(a))
     _check_ranks(a.q, a.k, a.v, call)
-    _follow_threads()
+    follow_threads()
     bounds = call.cu_seqlens_q, call.cu_seqlens_k
     operands = _new_operands(a.q, a.k, a.v, *bounds, a.block_q, a.block_k, a.smooth_k)
     inputs = [a.q, a.k, a.v]
@@ -113,7 +78,7 @@ def _quantize_kernel(*arguments):
 @torch.library.register_fake("pantile::quantize", lib=_library)
 def _fake_quantize(*arguments):
     a = QUANTIZE.split(arguments)
-    q, k, v, call = a.q, a.k, a.v, _quantize_call(a)
+    q, k, v, call = a.q, a.k, a.v, quantize_call(a)
     _check_ranks(q, k, v, call)
 
     def check(*arguments, **_):
@@ -124,9 +89,9 @@ def _fake_quantize(*arguments):
     heads_k = sizes.of("k", k.shape)[-2]
     for name in ("descale_q", "descale_k", "descale_v"):
         x = getattr(a, name)
-        if x is None and q.dtype is _CODES:
+        if x is None and q.dtype is CODES:
             raise ValueError(f"{name} is null; it must be set because dtype == e4m3 is true")
-        if x is not None and q.dtype is not _CODES:
+        if x is not None and q.dtype is not CODES:
             raise ValueError(f"{name} is set; it must be null because dtype == e4m3 is false")
         if x is not None:
             _fake.require_dtype(name, x, torch.float32)
@@ -140,54 +105,6 @@ def _quantize_autograd(*args):
     """Codes have no derivative: gradients pass by them, see fp8_forward."""
     with below_autograd():
         return quantize_op(*args)
-
-
-# ---- dequantize
-
-
-_DEQUANTIZED = FP8_OPERAND_NAMES[: DEQUANTIZE.operand_count]
-_NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _check_numbers(a) -> None:
-    if a.dtype not in _NUMBERS:
-        raise ValueError(f"dtype is {a.dtype}; it must be one of {', '.join(map(str, _NUMBERS))}")
-    _check_forms(a, _DEQUANTIZED, False)
-
-
-def _new_numbers(a) -> tuple:
-    dense = (a.batch,) if a.call.cu_seqlens_q is None else ()
-    heads_q, heads_k = a.codes_q.shape[0], a.codes_k.shape[0]
-    shapes = (
-        (a.rows, heads_q, a.head_dim),
-        (a.keys, heads_k, a.head_dim),
-        (a.keys, heads_k, a.codes_v.shape[2]),
-    )
-    return tuple(a.codes_q.new_empty((*dense, *shape), dtype=a.dtype) for shape in shapes)
-
-
-def _dequantize_kernel(*arguments):
-    a = DEQUANTIZE.split(arguments)
-    _check_numbers(a)
-    _follow_threads()
-    q, k, v = _new_numbers(a)
-    codes = arguments[: DEQUANTIZE.operand_count]
-    call = bind(_quantize_call(a))
-    if _C.dequantize(q, k, v, codes, call, a.block_q, a.block_k, a.hadamard, a.keep_rotation):
-        raise AssertionError("a contiguous tensor was refused for its layout")
-    return q, k, v
-
-
-@torch.library.register_fake("pantile::dequantize", lib=_library)
-def _fake_dequantize(*arguments):
-    a = DEQUANTIZE.split(arguments)
-    _check_numbers(a)
-    return _new_numbers(a)
-
-
-def _dequantize_autograd(*args):
-    with below_autograd():
-        return dequantize_op(*args)
 
 
 # ---- fp8_forward
@@ -208,8 +125,8 @@ def _new_outputs(a):
     return o, lse
 
 
-def _run_fp8_forward(a):
-    _follow_threads()
+def run_fp8_forward(a):
+    follow_threads()
     call = bind(a.call)
     o, lse = _new_outputs(a)
     if a.checked and call.packed:
@@ -217,24 +134,6 @@ def _run_fp8_forward(a):
     format_ = a.block_q, a.block_k, a.smooth_k, a.fp8_exp
     _C.forward_fp8(_operands_of(a), o, lse, a.head_dim, a.keys, call, *format_)
     return o, lse
-
-
-def _check_forms(a, names: tuple[str, ...], smooth_k: bool) -> None:
-    """Shapes and dtypes of operands, the first ``names`` of all, against each other and against the
-    sizes of the call."""
-    operands = tuple(getattr(a, name) for name in names)
-    for name, x, rank in zip(names, operands, (3, 3, 4), strict=False):
-        if x.ndim != rank:
-            raise ValueError(f"{name} has {x.ndim} dimensions; it must have {rank}")
-    bounds = a.call.cu_seqlens_q, a.call.cu_seqlens_k
-    dense = (a.batch,) if bounds[0] is None else ()
-    shape_q = (*dense, a.rows, a.codes_q.shape[0], a.head_dim)
-    shape_k = (*dense, a.keys, a.codes_k.shape[0], a.head_dim)
-    format_ = a.block_q, a.block_k, smooth_k
-    forms = _operand_forms(shape_q, shape_k, a.codes_v.shape[2], *bounds, format_)
-    for name, x, (shape, expected) in zip(names, operands, forms, strict=False):
-        _fake.require_dtype(name, x, expected)
-        _fake.require_shape(name, *_fake.known_shapes(x.shape, shape))
 
 
 def _check_without_memory(a) -> None:
@@ -262,15 +161,15 @@ def _check_backward(a) -> None:
 def _fp8_forward_kernel(*arguments):
     a = FP8_FORWARD.split(arguments)
     _check_backward(a)
-    _check_forms(a, FP8_OPERAND_NAMES, a.smooth_k)
-    return _run_fp8_forward(a)
+    check_forms(a, FP8_OPERAND_NAMES, a.smooth_k)
+    return run_fp8_forward(a)
 
 
 @torch.library.register_fake("pantile::fp8_forward", lib=_library)
 def _fake_fp8_forward(*arguments):
     a = FP8_FORWARD.split(arguments)
     _check_backward(a)
-    _check_forms(a, FP8_OPERAND_NAMES, a.smooth_k)
+    check_forms(a, FP8_OPERAND_NAMES, a.smooth_k)
     _check_without_memory(a)
     return _new_outputs(a)
 
@@ -285,10 +184,8 @@ def _fp8_forward_autograd(*args):
 
 for _key in ("CPU", "CUDA"):
     _library.impl("quantize", _quantize_kernel, _key)
-    _library.impl("dequantize", _dequantize_kernel, _key)
     _library.impl("fp8_forward", _fp8_forward_kernel, _key)
 _library.impl("quantize", _quantize_autograd, "Autograd")
-_library.impl("dequantize", _dequantize_autograd, "Autograd")
 _library.impl("fp8_forward", _fp8_forward_autograd, "Autograd")
 
 
@@ -306,16 +203,11 @@ def _vmap_quantize(info, in_dims, *args):
     return _ops.mapped_in_a_loop(quantize_op, info, in_dims, *args)
 
 
-def _vmap_dequantize(info, in_dims, *args):
-    return _ops.mapped_in_a_loop(dequantize_op, info, in_dims, *args)
-
-
 def _vmap_fp8_forward(info, in_dims, *args):
     return _ops.mapped_in_a_loop(fp8_forward_op, info, in_dims, *args)
 
 
 torch.library.register_vmap("pantile::quantize", _vmap_quantize, lib=_library)
-torch.library.register_vmap("pantile::dequantize", _vmap_dequantize, lib=_library)
 torch.library.register_vmap("pantile::fp8_forward", _vmap_fp8_forward, lib=_library)
 
 
@@ -358,7 +250,7 @@ def _descale(name: str, value, q: Tensor, batch: int, heads_k: int) -> Tensor:
 
 def _descales(q, k, values: tuple, batch: int) -> tuple:
     names = ("descale_q", "descale_k", "descale_v")
-    if q.dtype is _CODES:
+    if q.dtype is CODES:
         return tuple(
             _descale(name, value, q, batch, k.shape[-2])
             for name, value in zip(names, values, strict=True)
@@ -437,7 +329,7 @@ def quantize(q, k, v, packing: tuple, backend: str, descales, format_: tuple) ->
     _ops.prepare(q, k, v, lengths)
     q, k, v = _autocast((q, k, v))
     _check_ranks(q, k, v, Call(*packing))
-    codes = q.dtype is _CODES
+    codes = q.dtype is CODES
     hadamard = not codes if hadamard is None else hadamard
     smooth_k = not codes if smooth_k is None else smooth_k
     batch = q.shape[0] if lengths[0] is None else lengths[0].shape[0] - 1
@@ -484,17 +376,19 @@ def attention(operands: Quantized, call, how: tuple, deterministic, checked, ret
         checked,
     )
     recorded = operands.source[0] is not None and torch.is_grad_enabled()
-    if not recorded and takes_short_cut((*operands.operands, *present(operands.lengths))):
-        o, lse = _run_fp8_forward(FP8_FORWARD.split((None, None, None, *arguments)))
-    else:
-        source = _source_of(operands) if recorded else operands.source
+    source = _source_of(operands) if recorded else operands.source
+    if not takes_short_cut((*operands.operands, *present((*source, *operands.lengths)))):
         o, lse = fp8_forward_op(*source, *arguments)
+    elif recorded and records_any(source):
+        o, lse = apply_directly(*source, *arguments, run_fp8_forward)
+    else:
+        o, lse = run_fp8_forward(FP8_FORWARD.split((None, None, None, *arguments)))
     return (o, lse) if return_lse else o
 
 
 def quantized_attention(q, k, v, call, format_, how, deterministic, checked, return_lse):
     """Attention on q, k and v by way of quantising them; o has the dtype of q."""
-    if isinstance(q, Tensor) and q.dtype is _CODES:
+    if isinstance(q, Tensor) and q.dtype is CODES:
         raise TypeError("q has dtype float8_e4m3fn; pantile.quantize takes it, with descales")
     packing = tuple(call)[: len(PACKING)]
     operands = quantize(q, k, v, packing, call.backend, (None, None, None), format_)
@@ -531,7 +425,7 @@ def saved_bytes(operands: tuple, call, format_: tuple, of_codes: bool) -> int:
         return sum(x.numel() * x.element_size() for x in operands)
     block_q, block_k, _, smooth_k = format_
     bounds = call.cu_seqlens_q, call.cu_seqlens_k
-    forms = _operand_forms(q.shape, k.shape, v.shape[-1], *bounds, (block_q, block_k, smooth_k))
+    forms = operand_forms(q.shape, k.shape, v.shape[-1], *bounds, (block_q, block_k, smooth_k))
     sizes = dict(zip(FP8_OPERAND_NAMES, forms, strict=True))
     kept = sum(math.prod(sizes[name][0]) * sizes[name][1].itemsize for name in Codes._fields)
     rows = math.prod(q.shape[:-1])
