@@ -8,6 +8,11 @@ tokens per second and peak memory, and writes ``losses.json`` and ``losses.png``
     python examples/train_gpt.py                              # a few minutes on a laptop
     python examples/train_gpt.py --preset large --attention pantile,flash,cudnn   # H100 or H200
     python examples/train_gpt.py --attention pantile,pantile-fp8                  # bf16 against FP8
+
+``pantile-fp8`` and ``pantile-fp8-recompute`` differ in their backward (docs/fp8.md). With
+``--compare-gradients N`` every N steps the gradients of each run are compared with those of
+pantile in bfloat16 at the same weights and batch: cosine and norm by layer go to ``losses.json``.
+``--qk-norm`` normalises q and k, ``--outliers X`` multiplies a channel of each head's K by X.
 """
 
 from __future__ import annotations
@@ -44,6 +49,8 @@ class Preset:
     batch: int  # sequences per step
     steps: int
     learning_rate: float
+    qk_norm: bool = False
+    outliers: float = 1.0  # what one channel of each head's K is multiplied by
 
 
 PRESETS = {
@@ -70,17 +77,24 @@ def attend_pantile_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return pantile.attention(q, k, v, causal=True, options=FP8)
 
 
+def attend_pantile_fp8_recompute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return pantile.attention(q, k, v, causal=True, options=FP8_RECOMPUTE)
+
+
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-FP8 = pantile.Options(fp8=True)  # forward in FP8, backward in bf16
+# Forward in FP8; backward in bf16, of what the codes stand for or of q, k and v as they came.
+FP8 = pantile.Options(fp8=True, fp8_backward="bf16")
+FP8_RECOMPUTE = pantile.Options(fp8=True, fp8_backward="recompute")
 
 # name -> (function, SDPA backend to force, or None to leave torch its choice)
 ATTENTION = {
     "pantile": (attend_pantile, None),
     "pantile-fp8": (attend_pantile_fp8, None),
+    "pantile-fp8-recompute": (attend_pantile_fp8_recompute, None),
     "sdpa": (attend_sdpa, None),
     "flash": (attend_sdpa, SDPBackend.FLASH_ATTENTION),
     "cudnn": (attend_sdpa, SDPBackend.CUDNN_ATTENTION),
@@ -97,6 +111,11 @@ class Block(nn.Module):
         super().__init__()
         self.heads = preset.heads
         self.attend = attend
+        self.norm_qk = nn.LayerNorm(preset.width // preset.heads) if preset.qk_norm else None
+        channels = torch.ones(preset.width // preset.heads)
+        channels[0] = preset.outliers
+        self.register_buffer("channels", channels, persistent=False)
+        self.has_outliers = preset.outliers != 1.0
         self.norm_1 = nn.LayerNorm(preset.width)
         self.qkv = nn.Linear(preset.width, 3 * preset.width, bias=False)
         self.out = nn.Linear(preset.width, preset.width, bias=False)
@@ -108,6 +127,10 @@ class Block(nn.Module):
         batch, seq, width = x.shape
         qkv = self.qkv(self.norm_1(x)).view(batch, seq, 3, self.heads, width // self.heads)
         q, k, v = qkv.unbind(2)  # views into one tensor: no copy is made for either attention
+        if self.norm_qk is not None:
+            q, k = self.norm_qk(q), self.norm_qk(k)
+        if self.has_outliers:  # q the other way: the scores stay as they are
+            q, k = q / self.channels, k * self.channels
         x = x + self.out(self.attend(q, k, v).reshape(batch, seq, width))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
@@ -167,6 +190,8 @@ class Run:
     tokens_per_second: float  # median over the steps after warm-up
     step_seconds: float  # median
     peak_bytes: int
+    gradient_norms: list[float]  # of all parameters, before clipping
+    gradients: list[dict]  # compared with those of pantile in bfloat16, see compare_gradients
 
 
 def load_text() -> torch.Tensor:
@@ -176,7 +201,44 @@ def load_text() -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-def train(name: str, preset: Preset, text: torch.Tensor, device: torch.device, seed: int) -> Run:
+def loss_of(model: nn.Module, window: Tensor, precision) -> Tensor:
+    with precision or contextlib.nullcontext():
+        logits = model(window[:, :-1])
+        return F.cross_entropy(logits.float().reshape(-1, VOCABULARY), window[:, 1:].reshape(-1))
+
+
+def projections(model: ByteGPT) -> list[Tensor]:
+    """Gradients of the weights that make q, k and v, layer by layer."""
+    return [block.qkv.weight.grad.detach().clone() for block in model.blocks]
+
+
+def compare_gradients(model: ByteGPT, window: Tensor, precision, step: int) -> dict:
+    """Cosine to the gradients of bf16 attention at the same weights and batch, and the ratio of
+    their norms, for the weights of q, k and v of each layer. Leaves the gradients as they were."""
+    found = projections(model)
+    kept = [p.grad for p in model.parameters()]
+    attend = [block.attend for block in model.blocks]
+    for block in model.blocks:
+        block.attend = attend_pantile
+    model.zero_grad(set_to_none=True)
+    loss_of(model, window, precision).backward()
+    exact = projections(model)
+    for block, function in zip(model.blocks, attend, strict=True):
+        block.attend = function
+    for parameter, gradient in zip(model.parameters(), kept, strict=True):
+        parameter.grad = gradient
+    pairs = list(zip(found, exact, strict=True))
+    return {
+        "step": step,
+        "cosine": [F.cosine_similarity(a.flatten(), b.flatten(), dim=0).item() for a, b in pairs],
+        "norm_ratio": [(a.norm() / b.norm()).item() for a, b in pairs],
+    }
+
+
+def train(
+    name: str, preset: Preset, text: torch.Tensor, device: torch.device, seed: int, every: int
+) -> Run:
+    """``every``: steps between comparisons of gradients, or 0."""
     attend, backend = ATTENTION[name]
     torch.manual_seed(seed)
     model = ByteGPT(preset, attend).to(device)
@@ -192,29 +254,31 @@ def train(name: str, preset: Preset, text: torch.Tensor, device: torch.device, s
     forced = sdpa_kernel(backend) if backend is not None else contextlib.nullcontext()
 
     peak = PeakMemory(device)
-    losses, seconds = [], []
+    losses, seconds, norms, gradients = [], [], [], []
     progress = tqdm(range(preset.steps), desc=f"{name:>8}", unit="step", file=sys.stdout)
     with forced:
-        for _ in progress:
+        for step in progress:
             started = time.perf_counter()
             starts = torch.randint(len(text) - preset.context, (preset.batch, 1), generator=batches)
             window = text[(starts + offsets).to(device)]
-            with precision or contextlib.nullcontext():
-                logits = model(window[:, :-1])
-                loss = F.cross_entropy(
-                    logits.float().reshape(-1, VOCABULARY), window[:, 1:].reshape(-1)
-                )
+            loss = loss_of(model, window, precision)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            compared = every > 0 and step % every == every - 1
+            if compared:
+                gradients.append(compare_gradients(model, window, precision, step))
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             losses.append(loss.item())  # waits for the device, so the clock below is honest
-            seconds.append(time.perf_counter() - started)
+            norms.append(norm.item())
+            if not compared:
+                seconds.append(time.perf_counter() - started)
             progress.set_postfix(loss=f"{losses[-1]:.4f}")
     steady = sorted(seconds[min(5, len(seconds) - 1) :])
     median = steady[len(steady) // 2]
-    return Run(name, losses, preset.batch * preset.context / median, median, peak.bytes())
+    rate = preset.batch * preset.context / median
+    return Run(name, losses, rate, median, peak.bytes(), norms, gradients)
 
 
 def plot(runs: list[Run], preset_name: str, device_name: str, path: pathlib.Path) -> None:
@@ -260,6 +324,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="training steps (default: the preset's)")
     parser.add_argument("--batch", type=int, help="sequences per step (default: the preset's)")
     parser.add_argument("--context", type=int, help="tokens per sequence (default: the preset's)")
+    parser.add_argument("--qk-norm", action="store_true", help="normalise q and k")
+    parser.add_argument(
+        "--outliers", type=float, default=1.0, help="factor of a channel of K (default 1)"
+    )
+    parser.add_argument(
+        "--compare-gradients",
+        type=int,
+        default=0,
+        metavar="N",
+        help="every N steps, with those of bfloat16 attention (default: never)",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--out",
@@ -281,7 +356,8 @@ def main() -> None:
         for key in ("steps", "batch", "context")
         if getattr(arguments, key) is not None
     }
-    preset = Preset(**{**asdict(PRESETS[arguments.preset]), **overrides})
+    changes = {"qk_norm": arguments.qk_norm, "outliers": arguments.outliers}
+    preset = Preset(**{**asdict(PRESETS[arguments.preset]), **overrides, **changes})
     device = torch.device(arguments.device)
     device_name = (
         torch.cuda.get_device_name(device)
@@ -300,16 +376,17 @@ def main() -> None:
     )
 
     runs = [
-        train(name, preset, text, device, arguments.seed) for name in arguments.attention.split(",")
+        train(name, preset, text, device, arguments.seed, arguments.compare_gradients)
+        for name in arguments.attention.split(",")
     ]
 
     print(
-        f"\n{'attention':>11} {'first loss':>11} {'last loss':>10} {'tokens/s':>10} "
+        f"\n{'attention':>21} {'first loss':>11} {'last loss':>10} {'tokens/s':>10} "
         f"{'ms/step':>8} {'peak GiB':>9}"
     )
     for run in runs:
         print(
-            f"{run.attention:>11} {run.losses[0]:>11.4f} {run.losses[-1]:>10.4f} "
+            f"{run.attention:>21} {run.losses[0]:>11.4f} {run.losses[-1]:>10.4f} "
             f"{run.tokens_per_second:>10,.0f} {run.step_seconds * 1e3:>8.1f} "
             f"{run.peak_bytes / GIB:>9.2f}"
         )
@@ -325,6 +402,11 @@ def main() -> None:
             f"mean loss of the last {last} steps: {first_mean:.4f} and {mean:.4f}, "
             f"{mean / first_mean - 1:+.2%}"
         )
+
+    for run in runs:
+        if run.gradients:
+            cosines = [min(found["cosine"]) for found in run.gradients]
+            print(f"{run.attention}: least cosine of a layer's gradients {min(cosines):.4f}")
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     report = {

@@ -23,6 +23,16 @@ PANTILE_HD constexpr int hadamard_group(int head_dim) {
   return group < kMaxRotatedDim ? group : kMaxRotatedDim;
 }
 
+// The power of two next to the root of `group`, from below. Rotated Q divided by it and rotated K
+// multiplied by it are about as large as Q and K.
+PANTILE_HD constexpr int rotation_balance(int group) {
+  int balance = 1;
+  while (4 * balance * balance <= group) {
+    balance *= 2;
+  }
+  return balance;
+}
+
 // Bit c % 32 of word c / 32: channel c changes its sign.
 PANTILE_HD constexpr std::uint32_t hadamard_sign_word(int word) {
   constexpr std::uint32_t kWords[kMaxRotatedDim / 32] = {

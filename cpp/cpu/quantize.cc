@@ -1,101 +1,21 @@
 // Three passes over work items of 128 rows: partial sums of K for its mean, the mean, and the
 // codes. The first two only with K smoothing. Order of sums, rotation and rounding: core/blocked.h,
-// core/hadamard.h, core/scaling.h.
+// core/hadamard.h, core/scaling.h. Dequantising is one pass (dequantize.cc).
 #include "pantile/quantize.h"
 
 #include <cinttypes>
 #include <cstring>
 
-#include "core/blocked.h"
 #include "core/hadamard.h"
-#include "cpu/backend.h"
 #include "cpu/elements.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
+#include "cpu/quantize_job.h"
 
 namespace pantile::cpu {
 namespace {
 
 constexpr int kRows = core::kBlockedRows;
-
-// One of q, k and v: where its rows are and how many blocks its longest sequence has.
-struct Side {
-  const void* data;
-  Layout layout;
-  core::SequenceSide sequences;
-  int heads;
-  int dim;
-  int tiles;            // blocks of the longest sequence
-  std::int64_t blocks;  // of all sequences
-
-  std::int64_t items(std::int64_t batch) const { return batch * heads * tiles; }
-};
-
-// One block of 128 rows, of which `rows` exist.
-struct Block {
-  int batch, head;
-  int begin;             // first row in its sequence
-  int rows;              // 0: nothing to do
-  std::int64_t index;    // among the blocks of a head
-  std::int64_t element;  // of the first row, in the input
-};
-
-Block locate(const Side& side, int item) {
-  Block block;
-  const int tile = item % side.tiles;
-  block.head = item / side.tiles % side.heads;
-  block.batch = item / side.tiles / side.heads;
-  block.begin = tile * kRows;
-  const core::Sequence sequence = core::locate_sequence(side.sequences, block.batch);
-  block.rows = core::clamp(sequence.length - block.begin, 0, kRows);
-  block.index = core::first_block(side.sequences, block.batch) + tile;
-  block.element = sequence.offset + block.begin * side.layout.seq + block.head * side.layout.head;
-  return block;
-}
-
-struct QuantizeJob {
-  const QuantizePlan* plan;
-  const QuantizeTensors* tensors;
-  Side q, k, v;
-  core::Heads heads{1, 1};
-  float* partial;  // sums of K: [heads_k][blocks_k][head_dim]
-  float* rows;     // [workers][kRows][kMaxFp8Dim]
-};
-
-Side make_side(const void* data, const Layout& layout, std::int64_t length, std::int64_t heads,
-               std::int64_t dim, const std::int32_t* cu_seqlens, const std::int32_t* seqused,
-               std::int64_t blocks) {
-  Side side;
-  side.data = data;
-  side.layout = layout;
-  side.sequences.batch_stride = layout.batch;
-  side.sequences.seq_stride = layout.seq;
-  side.sequences.max_length = static_cast<int>(length);
-  side.sequences.cu_seqlens = cu_seqlens;
-  side.sequences.seqused = seqused;
-  side.heads = static_cast<int>(heads);
-  side.dim = static_cast<int>(dim);
-  side.tiles = static_cast<int>(core::ceil_div<std::int64_t>(length, kRows));
-  side.blocks = blocks;
-  return side;
-}
-
-QuantizeJob make_job(const QuantizePlan& plan, const QuantizeTensors& t) {
-  const QuantizeProblem& problem = plan.problem;
-  const ForwardProblem& p = problem.forward;
-  const QuantizedSizes sizes = quantized_sizes(p);
-  QuantizeJob job;
-  job.plan = &plan;
-  job.tensors = &t;
-  job.heads = core::Heads{static_cast<int>(p.heads_q), static_cast<int>(p.heads_k)};
-  job.q = make_side(t.q, problem.q, p.seqlen_q, p.heads_q, p.head_dim, t.cu_seqlens_q, t.seqused_q,
-                    sizes.blocks_q);
-  job.k = make_side(t.k, problem.k, p.seqlen_k, p.heads_k, p.head_dim, t.cu_seqlens_k, t.seqused_k,
-                    sizes.blocks_k);
-  job.v = make_side(t.v, problem.v, p.seqlen_k, p.heads_k, p.head_dim_v, t.cu_seqlens_k,
-                    t.seqused_k, sizes.blocks_k);
-  return job;
-}
 
 // The rows of a block as floats, [kRows][dim].
 void load(const QuantizeJob& job, const Side& side, const Block& block, float* rows) {
@@ -314,7 +234,9 @@ void code_item(int item, int worker, void* context) {
   if (block.rows == 0) {
     return;
   }
-  if (item < queries) {
+  if (job.plan->problem.dequantize) {
+    dequantize_block(job, block, item < queries, item < queries + keys);
+  } else if (item < queries) {
     quantize_queries(job, block, rows);
   } else if (item < queries + keys) {
     quantize_keys(job, block, rows);
@@ -375,7 +297,7 @@ Status run_quantize(const QuantizePlan& plan, const QuantizeTensors& tensors, vo
   const std::int64_t batch = plan.problem.forward.batch;
   const int workers = workers_for(plan);
   Status status;
-  if (plan.problem.forward.fp8.smooth_k) {
+  if (plan.problem.forward.fp8.smooth_k && !plan.problem.dequantize) {
     status = for_each_item(static_cast<int>(job.k.items(batch)), workers, sum_item, &job);
     if (status.ok()) {
       status = for_each_item(static_cast<int>(batch) * job.k.heads, workers, mean_item, &job);

@@ -2,6 +2,7 @@
 # PANTILE_CPU_ISAS, with -DPANTILE_ISA=<name> and PANTILE_CPU_ISA_FLAGS_<name>.
 set(PANTILE_CPU_SOURCES
   ${CMAKE_CURRENT_LIST_DIR}/backend.cc
+  ${CMAKE_CURRENT_LIST_DIR}/dequantize.cc
   ${CMAKE_CURRENT_LIST_DIR}/job.cc
   ${CMAKE_CURRENT_LIST_DIR}/kv.cc
   ${CMAKE_CURRENT_LIST_DIR}/kv_append.cc

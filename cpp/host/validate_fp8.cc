@@ -63,6 +63,9 @@ Status input_dtype_rule(const QuantizeProblem& p) {
                            "dtype is %d; it must be f32 (0), f16 (1), bf16 (2) or e4m3 (3)",
                            static_cast<int>(p.dtype));
   }
+  if (p.dequantize) {
+    return Status::error(kInvalid, "dtype is e4m3; with dequantize it must be f32, f16 or bf16");
+  }
   if (p.hadamard || p.forward.fp8.smooth_k) {
     return Status::error(kInvalid, "%s is true; it must be false for inputs of dtype e4m3",
                          p.hadamard ? "hadamard" : "forward.fp8.smooth_k");
@@ -104,6 +107,9 @@ Status validate(const QuantizeProblem& p) {
     return Status::error(kInvalid, "forward.dtype is %s (%d); it must be e4m3 (3)",
                          dtype_name(p.forward.dtype), static_cast<int>(p.forward.dtype));
   }
+  if (p.keep_rotation && !p.dequantize) {
+    return Status::error(kInvalid, "keep_rotation is true; it must be false without dequantize");
+  }
   const ForwardProblem forward = operands_only(p);
   Status status = validate(forward);
   if (!status.ok()) {
@@ -119,17 +125,19 @@ Status validate(const QuantizeProblem& p) {
   });
 }
 
-Status validate_tensors(const QuantizeProblem& p, const QuantizeTensors& t) {
-  const ForwardProblem& forward = p.forward;
-  const bool no_rows = query_shape(forward, forward.head_dim).empty();
-  const bool no_keys = key_shape(forward, forward.head_dim).empty();
+namespace {
+
+// The tensors that are quantised, or those that dequantize writes.
+Status number_pointers(const QuantizeProblem& p, const QuantizeTensors& t, bool no_rows,
+                       bool no_keys) {
+  if (p.dequantize) {
+    return first_error({
+        tensor_pointer("restored_q", t.restored_q, p.q, no_rows),
+        tensor_pointer("restored_k", t.restored_k, p.k, no_keys),
+        tensor_pointer("restored_v", t.restored_v, p.v, no_keys),
+    });
+  }
   const bool ready = p.dtype == DType::e4m3;
-  ForwardTensors sequences;
-  sequences.cu_seqlens_q = t.cu_seqlens_q;
-  sequences.cu_seqlens_k = t.cu_seqlens_k;
-  sequences.seqused_q = t.seqused_q;
-  sequences.seqused_k = t.seqused_k;
-  const Fp8Tensors scales{t.scale_q, t.scale_kv, t.nonfinite_v, t.q_dot_mean};
   return first_error({
       tensor_pointer("q", t.q, p.q, no_rows),
       tensor_pointer("k", t.k, p.k, no_keys),
@@ -137,13 +145,45 @@ Status validate_tensors(const QuantizeProblem& p, const QuantizeTensors& t) {
       no_rows ? Status() : optional_pointer("descale_q", t.descale_q, ready, "dtype == e4m3"),
       no_keys ? Status() : optional_pointer("descale_k", t.descale_k, ready, "dtype == e4m3"),
       no_keys ? Status() : optional_pointer("descale_v", t.descale_v, ready, "dtype == e4m3"),
+  });
+}
+
+// What only one of the two ways needs.
+Status side_pointers(const QuantizeProblem& p, const QuantizeTensors& t, bool no_rows,
+                     bool no_keys) {
+  if (p.dequantize) {
+    return first_error({
+        pointer_there("scale_q", t.scale_q, no_rows),
+        pointer_there("scale_kv", t.scale_kv, no_keys),
+    });
+  }
+  const Fp8Tensors scales{t.scale_q, t.scale_kv, t.nonfinite_v, t.q_dot_mean};
+  return first_error({
+      fp8_pointers(p.forward, scales),
+      no_keys
+          ? Status()
+          : optional_pointer("mean_k", t.mean_k, p.forward.fp8.smooth_k, "forward.fp8.smooth_k"),
+  });
+}
+
+}  // namespace
+
+Status validate_tensors(const QuantizeProblem& p, const QuantizeTensors& t) {
+  const ForwardProblem& forward = p.forward;
+  const bool no_rows = query_shape(forward, forward.head_dim).empty();
+  const bool no_keys = key_shape(forward, forward.head_dim).empty();
+  ForwardTensors sequences;
+  sequences.cu_seqlens_q = t.cu_seqlens_q;
+  sequences.cu_seqlens_k = t.cu_seqlens_k;
+  sequences.seqused_q = t.seqused_q;
+  sequences.seqused_k = t.seqused_k;
+  return first_error({
+      number_pointers(p, t, no_rows, no_keys),
       sequence_pointers(forward, sequences),
       tensor_pointer("codes_q", t.codes_q, forward.q, no_rows),
       tensor_pointer("codes_k", t.codes_k, forward.k, no_keys),
       tensor_pointer("codes_v", t.codes_v, forward.v, no_keys),
-      fp8_pointers(forward, scales),
-      no_keys ? Status()
-              : optional_pointer("mean_k", t.mean_k, forward.fp8.smooth_k, "forward.fp8.smooth_k"),
+      side_pointers(p, t, no_rows, no_keys),
   });
 }
 

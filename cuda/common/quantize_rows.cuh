@@ -9,27 +9,11 @@
 #pragma once
 
 #include "common/quantize_load.cuh"
-#include "core/hadamard.h"
+#include "common/rotate_rows.cuh"
 #include "core/scaling.h"
 #include "prim/warp.cuh"
 
 namespace pantile::common {
-
-// The signs of two neighbouring channels of the rotation in bits 15 and 31.
-struct SignPairs {
-  alignas(16) std::uint32_t pairs[core::kMaxRotatedDim / 2];
-};
-
-constexpr SignPairs make_sign_pairs() {
-  SignPairs result{};
-  for (int c = 0; c < core::kMaxRotatedDim; ++c) {
-    const std::uint32_t sign = core::hadamard_sign_word(c / 32) >> (c % 32) & 1u;
-    result.pairs[c / 2] |= sign << (c % 2 == 0 ? 15 : 31);
-  }
-  return result;
-}
-
-static __device__ const SignPairs kSignPairs = make_sign_pairs();
 
 // What the two sorts of rows need beyond their side.
 struct RowsOutput {
@@ -109,9 +93,9 @@ class RowQuantizer {
       multiply(out_.group_inverse);
     }
     if constexpr (kRotation == Rotation::whole) {
-      rotate(kDim);
+      rotate_rows<kLanes>(x_, lane_, kDim);
     } else {
-      rotate(out_.hadamard_group);
+      rotate_rows<kLanes>(x_, lane_, out_.hadamard_group);
     }
     find_most<kRotation == Rotation::whole, kCareful>(most);
     return share_most(most);
@@ -206,54 +190,6 @@ class RowQuantizer {
         }
         if (lane_ == 0) {
           out_.dot_mean[block_.index * core::kBlockedRows + row_of(pass)] = dot[pass];
-        }
-      }
-    }
-  }
-
-  // Distances ascend: inside a chunk, then between lanes, then between the chunks of a lane.
-  PANTILE_DEVICE void rotate(int group) {
-    if (group > 1) {
-      for_each_pair<1>();
-    }
-    if (group > 2) {
-      for_each_pair<2>();
-    }
-    if (group > 4) {
-      for_each_pair<4>();
-    }
-#pragma unroll
-    for (int o = 1; o < kLanes; o *= 2) {
-      if (group > 8 * o) {
-        const float sign = (lane_ & o) != 0 ? -1.0f : 1.0f;
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-#pragma unroll
-          for (int k = 0; k < 32; ++k) {
-            const float other = __shfl_xor_sync(prim::kAllLanes, x_[pass][k], o);
-            x_[pass][k] = fmaf(x_[pass][k], sign, other);  // exact product: one rounding
-          }
-        }
-      }
-    }
-    if (group > 8 * kLanes) {
-      for_each_pair<8>();
-    }
-    if (group > 16 * kLanes) {
-      for_each_pair<16>();
-    }
-  }
-
-  template <int kDistance>
-  PANTILE_DEVICE void for_each_pair() {
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-#pragma unroll
-      for (int k = 0; k < 32; ++k) {
-        if ((k & kDistance) == 0) {
-          const float a = x_[pass][k], b = x_[pass][k + kDistance];
-          x_[pass][k] = __fadd_rn(a, b);
-          x_[pass][k + kDistance] = __fsub_rn(a, b);
         }
       }
     }

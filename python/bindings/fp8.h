@@ -158,6 +158,37 @@ inline unsigned quantize(nb::handle q, nb::handle k, nb::handle v, nb::handle de
                                      {&request.v, &problem.v, kCopyV}});
 }
 
+// Writes what the first five operands stand for into q, k and v. Copy bits say that no kernel
+// writes tensors of these layouts.
+inline unsigned dequantize(nb::handle q, nb::handle k, nb::handle v, nb::tuple operands,
+                           const Call& call, int block_q, int block_k, bool hadamard,
+                           bool keep_rotation) {
+  const Request request = read_request(q, k, v, call, true);
+  QuantizeProblem problem =
+      quantize_problem(request, fp8_format(block_q, block_k, false), hadamard);
+  problem.dequantize = true;
+  problem.keep_rotation = keep_rotation;
+  const QuantizedSizes sizes = quantized_sizes(problem.forward);
+  const auto read = [&](int index) { return read_operand(operands, index, sizes, request.device); };
+  QuantizeTensors tensors;
+  tensors.restored_q = request.q.data;
+  tensors.restored_k = request.k.data;
+  tensors.restored_v = request.v.data;
+  tensors.cu_seqlens_q = request.tensors.cu_seqlens_q;
+  tensors.cu_seqlens_k = request.tensors.cu_seqlens_k;
+  tensors.seqused_q = request.tensors.seqused_q;
+  tensors.seqused_k = request.tensors.seqused_k;
+  tensors.codes_q = read(kCodesQ);
+  tensors.codes_k = read(kCodesK);
+  tensors.codes_v = read(kCodesV);
+  tensors.scale_q = static_cast<float*>(read(kScaleQ));
+  tensors.scale_kv = static_cast<float*>(read(kScaleKv));
+  return plan_and_run<QuantizePlan>(request, &problem, tensors, Pass::quantize,
+                                    {{&request.q, &problem.q, kCopyQ},
+                                     {&request.k, &problem.k, kCopyK},
+                                     {&request.v, &problem.v, kCopyV}});
+}
+
 // What neither the operands nor the call show.
 struct Fp8Shape {
   std::int64_t head_dim;
@@ -239,7 +270,23 @@ inline void forward_fp8(nb::tuple operands, nb::handle o, nb::handle lse, std::i
   plan_and_run<ForwardPlan>(request, &request.problem, tensors, Pass::forward, {});
 }
 
-// Quantising q, k and v and the attention that follows, as (quantize, forward).
+// The problem of writing the numbers of what `quantizing` makes, in the dtype of O.
+inline QuantizeProblem dequantize_problem(const QuantizeProblem& quantizing) {
+  const ForwardProblem& forward = quantizing.forward;
+  QuantizeProblem problem = quantizing;
+  problem.forward.fp8.smooth_k = false;
+  problem.dequantize = problem.keep_rotation = true;
+  problem.dtype = forward.fp8.output;
+  const std::int64_t rows = forward.packed_q ? forward.total_q : forward.seqlen_q;
+  const std::int64_t keys = forward.packed_k ? forward.total_k : forward.seqlen_k;
+  problem.q = contiguous_layout(rows, forward.heads_q, forward.head_dim);
+  problem.k = contiguous_layout(keys, forward.heads_k, forward.head_dim);
+  problem.v = contiguous_layout(keys, forward.heads_k, forward.head_dim_v);
+  return problem;
+}
+
+// Quantising q, k and v, the attention that follows, and the numbers for its backward, as
+// (quantize, forward, dequantize).
 inline nb::tuple explain_fp8(nb::handle q, nb::handle k, nb::handle v, const Call& call,
                              int block_q, int block_k, bool hadamard, bool smooth_k,
                              const char* exp) {
@@ -249,12 +296,27 @@ inline nb::tuple explain_fp8(nb::handle q, nb::handle k, nb::handle v, const Cal
   format.output = request.problem.dtype == DType::f16 ? DType::f16 : DType::bf16;
   QuantizeProblem quantizing = quantize_problem(request, format, hadamard);
   ForwardProblem forward = quantizing.forward;
+  QuantizeProblem numbers = dequantize_problem(quantizing);
   const nb::dict first = explain_pass<QuantizePlan>(request, &quantizing,
                                                     {{&request.q, &quantizing.q, kCopyQ},
                                                      {&request.k, &quantizing.k, kCopyK},
                                                      {&request.v, &quantizing.v, kCopyV}});
   const nb::dict second = explain_pass<ForwardPlan>(request, &forward, {});
-  return nb::make_tuple(first, second);
+  const nb::dict third = explain_pass<QuantizePlan>(request, &numbers, {});
+  return nb::make_tuple(first, second, third);
+}
+
+inline void bind_fp8(nb::module_& module) {
+  using namespace nb::literals;
+  module.def("quantize", &quantize, "q"_a, "k"_a, "v"_a, "descale_q"_a.none(), "descale_k"_a.none(),
+             "descale_v"_a.none(), "operands"_a, "call"_a, "block_q"_a, "block_k"_a, "hadamard"_a,
+             "smooth_k"_a);
+  module.def("dequantize", &dequantize, "q"_a, "k"_a, "v"_a, "operands"_a, "call"_a, "block_q"_a,
+             "block_k"_a, "hadamard"_a, "keep_rotation"_a);
+  module.def("forward_fp8", &forward_fp8, "operands"_a, "o"_a, "lse"_a.none(), "head_dim"_a,
+             "keys"_a, "call"_a, "block_q"_a, "block_k"_a, "smooth_k"_a, "exp"_a);
+  module.def("explain_fp8", &explain_fp8, "q"_a, "k"_a, "v"_a, "call"_a, "block_q"_a, "block_k"_a,
+             "hadamard"_a, "smooth_k"_a, "exp"_a);
 }
 
 }  // namespace pantile::python

@@ -18,6 +18,7 @@
 #include "hooks.h"
 #include "pantile/pantile.h"
 #include "planner.h"
+#include "request.h"
 #include "unlocked.h"
 
 namespace pantile::python {
@@ -116,10 +117,6 @@ inline DeviceProps example_device(Backend backend) {
   props.l2_bytes = std::int64_t{hopper ? 50 : 40} << 20;
   std::snprintf(props.name, sizeof props.name, hopper ? "H100" : "A100");
   return props;
-}
-
-inline Layout contiguous_layout(std::int64_t seqlen, std::int64_t heads, std::int64_t dim) {
-  return Layout{seqlen * heads * dim, heads * dim, dim, 16};
 }
 
 // `sizes`: batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v.

@@ -412,13 +412,7 @@ NB_MODULE(_C, module) {
   module.def("compile_call", &py::compile_call, "q"_a, "k"_a, "v"_a, "call"_a, "deterministic"_a,
              "max_logit"_a, "output_f32"_a, "variant"_a.none(), "gradients"_a, "backward"_a);
   module.attr("VARIANT_FIELDS") = py::variant_field_names();
-  module.def("quantize", &py::quantize, "q"_a, "k"_a, "v"_a, "descale_q"_a.none(),
-             "descale_k"_a.none(), "descale_v"_a.none(), "operands"_a, "call"_a, "block_q"_a,
-             "block_k"_a, "hadamard"_a, "smooth_k"_a);
-  module.def("forward_fp8", &py::forward_fp8, "operands"_a, "o"_a, "lse"_a.none(), "head_dim"_a,
-             "keys"_a, "call"_a, "block_q"_a, "block_k"_a, "smooth_k"_a, "exp"_a);
-  module.def("explain_fp8", &py::explain_fp8, "q"_a, "k"_a, "v"_a, "call"_a, "block_q"_a,
-             "block_k"_a, "hadamard"_a, "smooth_k"_a, "exp"_a);
+  py::bind_fp8(module);
   module.def("check_sequences", &py::check_sequence_contents, "call"_a, "total_q"_a, "total_k"_a,
              "page_size"_a = 0);
   module.def("kernels", &py::kernels);

@@ -14,6 +14,11 @@
 
 namespace pantile::python {
 
+// That of a tensor with nothing between its rows.
+inline Layout contiguous_layout(std::int64_t seqlen, std::int64_t heads, std::int64_t dim) {
+  return Layout{seqlen * heads * dim, heads * dim, dim, 16};
+}
+
 inline DType parse_dtype(const TensorView& view, bool takes_codes) {
   if (view.code == dlpack::kFloat && view.bits == 32) {
     return DType::f32;

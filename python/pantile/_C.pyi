@@ -197,6 +197,22 @@ def quantize(
     Of the call only the packing and the backend.
     """
 
+def dequantize(
+    q: Any,
+    k: Any,
+    v: Any,
+    operands: tuple[Any, ...],
+    call: Call,
+    block_q: int,
+    block_k: int,
+    hadamard: bool,
+    keep_rotation: bool,
+) -> int:
+    """Writes what the first five operands stand for into q, k (less its mean) and v.
+
+    Copy bits as of quantize(): no kernel writes a tensor of that layout.
+    """
+
 def forward_fp8(
     operands: tuple[Any, ...],
     o: Any,
@@ -219,8 +235,8 @@ def explain_fp8(
     hadamard: bool,
     smooth_k: bool,
     exp: str,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Quantising and the forward, in the fields of pantile.PassExplanation."""
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Quantising, the forward and dequantising, in the fields of pantile.PassExplanation."""
 
 def check_sequences(call: Call, total_q: int, total_k: int, page_size: int = 0) -> None:
     """Checks the contents of the call's arrays, which must be in host memory."""

@@ -95,7 +95,7 @@ def run(q, k, v, call, options: Options, deterministic, return_lse, return_max_l
             raise TypeError("k and v are set; they must be left out when q is pantile.Quantized")
         refuse_extras(return_max_logit, options)
         refuse_in_fp8(change)
-        return _fp8_ops().attention(q, call, options.fp8_exp, *flags)
+        return _fp8_ops().attention(q, call, (options.fp8_exp, options.fp8_backward), *flags)
     engine = _engine(q)
     if not options.fp8:
         extras = extras_of(return_max_logit, options)
@@ -107,7 +107,8 @@ def run(q, k, v, call, options: Options, deterministic, return_lse, return_max_l
     refuse_in_fp8(change)
     refuse_places_in_fp8(call)
     _require_torch(engine)
-    return _fp8_ops().quantized_attention(q, k, v, call, FP8_FORMAT, options.fp8_exp, *flags)
+    how = options.fp8_exp, options.fp8_backward
+    return _fp8_ops().quantized_attention(q, k, v, call, FP8_FORMAT, how, *flags)
 
 
 def _torch_backend() -> Any:

@@ -98,11 +98,17 @@ class Explanation:
     forward: PassExplanation
     backward: PassExplanation
     quantize: PassExplanation | None = None  # with Options(fp8=True)
+    dequantize: PassExplanation | None = None  # before the backward, with fp8_backward="bf16"
+    saved_bytes: int | None = None  # with Options(fp8=True): kept from the forward to the backward
     verbose: bool = False  # prints every row of the kernel table, not one line for each backend
 
     def __str__(self) -> str:
         lines = self.forward.lines("forward", self.verbose)
+        if self.dequantize is not None:
+            lines += self.dequantize.lines("dequantize", self.verbose)
         lines += self.backward.lines("backward", self.verbose)
+        if self.saved_bytes is not None:
+            lines.append(f"saved for the backward: {self.saved_bytes} bytes")
         if self.quantize is not None:
             lines = self.quantize.lines("quantize", self.verbose) + lines
         return "\n".join(lines)
@@ -138,9 +144,12 @@ def explain_call(
 
 
 def explain_fp8_call(
-    operands, rounded, call: _C.Call, fp8: tuple, deterministic: bool, verbose: bool
+    operands, rounded, call: _C.Call, fp8: tuple, deterministic: bool, verbose: bool, saved
 ) -> Explanation:
-    """``rounded``: the operands as the backward takes them; ``fp8``: the format and fp8_exp."""
-    quantize, forward = map(_pass, _C.explain_fp8(*operands, call, *fp8))
+    """``rounded``: the operands as the backward takes them; ``fp8``: the format and fp8_exp;
+    ``saved``: bytes, and whether the backward works on what the codes stand for."""
+    quantize, forward, dequantize = map(_pass, _C.explain_fp8(*operands, call, *fp8))
     backward = _pass(_C.explain(*rounded, call, deterministic)[1])
-    return Explanation(forward, backward, quantize, verbose)
+    saved_bytes, of_codes = saved
+    numbers = dequantize if of_codes else None
+    return Explanation(forward, backward, quantize, numbers, saved_bytes, verbose)

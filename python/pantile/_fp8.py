@@ -94,8 +94,8 @@ def quantize(
     Algorithm: FlashAttention-3 (Shah et al. 2024, section 3.3: block quantisation and incoherent
     processing); K smoothing of SageAttention (Zhang et al. 2024).
 
-    ``attention(quantize(q, k, v))`` is differentiable with respect to q, k and v: the gradient is
-    that of the unquantised attention.
+    ``attention(quantize(q, k, v))`` is differentiable with respect to q, k and v, as
+    ``Options.fp8_backward`` says.
 
     Args:
         q, k, v: torch tensors as :func:`pantile.attention` takes them, float32, float16 or

@@ -1,36 +1,40 @@
 """The torch operators ``pantile::quantize`` and ``pantile::fp8_forward``.
 
-Only the forward works on codes. Its backward is that of the unquantised attention: it runs
-``pantile::forward`` on q, k and v as they came, for their O and LSE, and ``pantile::backward`` with
-these. Inputs in float32 are rounded to bfloat16 for it.
+``pantile::dequantize`` is in _fp8_numbers.py, the gradients are in _fp8_gradient.py.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch.utils import flop_counter
 
 from pantile import _C, _direct, _fake, _ops
-from pantile._fast_path import present, takes_short_cut
-from pantile._options import quantize_backend
+from pantile._fast_path import present, records_any, takes_short_cut
+from pantile._fp8_codes import Sequences, in_sequences, means_of_rows, nonfinite_values
+from pantile._fp8_gradient import Codes, Form, Fp8Attention, apply_directly, numbers_of
+from pantile._fp8_numbers import (
+    CODES,
+    check_forms,
+    follow_threads,
+    operand_forms,
+    quantize_call,
+)
+from pantile._options import FP8_BACKWARDS, quantize_backend
 from pantile._quantized import Quantized
 from pantile._schema import (
     FP8_FORWARD,
     FP8_OPERAND_NAMES,
-    LENGTHS,
-    NO_LENGTHS,
     PACKING,
     QUANTIZE,
     Call,
     bind,
-    lengths_of,
 )
 from pantile._torch_private import below_autograd, in_transform
 
 Tensor = torch.Tensor
 
-_ROWS = 128  # rows of a block
-_CODES = torch.float8_e4m3fn
 _SOURCE_COUNT = 3  # q, k and v come before the operands
 
 _library = torch.library.Library("pantile", "FRAGMENT")
@@ -43,36 +47,8 @@ fp8_forward_op = torch.ops.pantile.fp8_forward.default
 # ---- quantize
 
 
-def _blocks(cu_seqlens: Tensor | None, shape) -> int:
-    """Blocks of 128 rows of one head of q or k."""
-    if cu_seqlens is not None:
-        return shape[0] // _ROWS + cu_seqlens.shape[0] - 1
-    return shape[0] * ((shape[1] + _ROWS - 1) // _ROWS)
-
-
-def _operand_forms(shape_q, shape_k, head_dim_v, cu_seqlens_q, cu_seqlens_k, format_) -> tuple:
-    """(shape, dtype) of each operand; ``format_`` is (block_q, block_k, smooth_k)."""
-    block_q, block_k, smooth_k = format_
-    *_, heads_q, head_dim = shape_q
-    heads_k = shape_k[-2]
-    blocks_q, blocks_k = _blocks(cu_seqlens_q, shape_q), _blocks(cu_seqlens_k, shape_k)
-    batch = shape_q[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    width = (head_dim + 15) // 16 * 16
-    f32 = torch.float32
-    return (
-        ((heads_q, _ROWS * blocks_q, width), _CODES),
-        ((heads_k, _ROWS * blocks_k, width), _CODES),
-        ((heads_k, blocks_k, head_dim_v, _ROWS), _CODES),
-        ((heads_q, _ROWS // max(block_q, 1) * blocks_q), f32),
-        ((heads_k, _ROWS // max(block_k, 1) * blocks_k, 2), f32),
-        ((heads_k, blocks_k, head_dim_v, _ROWS // 32), torch.int32),
-        ((heads_q, _ROWS * blocks_q) if smooth_k else (0,), f32),
-        ((batch, heads_k, head_dim) if smooth_k else (0,), f32),
-    )
-
-
 def _new_operands(q, k, v, cu_seqlens_q, cu_seqlens_k, *format_) -> tuple:
-    forms = _operand_forms(q.shape, k.shape, v.shape[-1], cu_seqlens_q, cu_seqlens_k, format_)
+    forms = operand_forms(q.shape, k.shape, v.shape[-1], cu_seqlens_q, cu_seqlens_k, format_)
     return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in forms)
 
 
@@ -83,21 +59,11 @@ def _check_ranks(q, k, v, call) -> None:
             raise ValueError(f"{name} has {x.ndim} dimensions; it must have {rank}")
 
 
-def _follow_threads() -> None:
-    if not _direct.THREADS_FOLLOW:
-        _C.set_cpu_threads(torch.get_num_threads())
-
-
-def _quantize_call(a) -> Call:
-    """Of the operator's arguments: it has no mask, no scale and no softmax."""
-    return a.call._replace(scale=1.0, backend=a.backend)
-
-
 def _quantize_kernel(*arguments):
     a = QUANTIZE.split(arguments)
-    call = bind(_quantize_call(a))
+    call = bind(quantize_call(a))
     _check_ranks(a.q, a.k, a.v, call)
-    _follow_threads()
+    follow_threads()
     bounds = call.cu_seqlens_q, call.cu_seqlens_k
     operands = _new_operands(a.q, a.k, a.v, *bounds, a.block_q, a.block_k, a.smooth_k)
     inputs = [a.q, a.k, a.v]
@@ -112,7 +78,7 @@ def _quantize_kernel(*arguments):
 @torch.library.register_fake("pantile::quantize", lib=_library)
 def _fake_quantize(*arguments):
     a = QUANTIZE.split(arguments)
-    q, k, v, call = a.q, a.k, a.v, _quantize_call(a)
+    q, k, v, call = a.q, a.k, a.v, quantize_call(a)
     _check_ranks(q, k, v, call)
 
     def check(*arguments, **_):
@@ -123,9 +89,9 @@ def _fake_quantize(*arguments):
     heads_k = sizes.of("k", k.shape)[-2]
     for name in ("descale_q", "descale_k", "descale_v"):
         x = getattr(a, name)
-        if x is None and q.dtype is _CODES:
+        if x is None and q.dtype is CODES:
             raise ValueError(f"{name} is null; it must be set because dtype == e4m3 is true")
-        if x is not None and q.dtype is not _CODES:
+        if x is not None and q.dtype is not CODES:
             raise ValueError(f"{name} is set; it must be null because dtype == e4m3 is false")
         if x is not None:
             _fake.require_dtype(name, x, torch.float32)
@@ -159,8 +125,8 @@ def _new_outputs(a):
     return o, lse
 
 
-def _run_fp8_forward(a):
-    _follow_threads()
+def run_fp8_forward(a):
+    follow_threads()
     call = bind(a.call)
     o, lse = _new_outputs(a)
     if a.checked and call.packed:
@@ -168,23 +134,6 @@ def _run_fp8_forward(a):
     format_ = a.block_q, a.block_k, a.smooth_k, a.fp8_exp
     _C.forward_fp8(_operands_of(a), o, lse, a.head_dim, a.keys, call, *format_)
     return o, lse
-
-
-def _check_forms(a) -> None:
-    """Shapes and dtypes of fp8_forward's operands, against each other and against its sizes."""
-    operands = _operands_of(a)
-    for name, x, rank in zip(FP8_OPERAND_NAMES, operands, (3, 3, 4), strict=False):
-        if x.ndim != rank:
-            raise ValueError(f"{name} has {x.ndim} dimensions; it must have {rank}")
-    bounds = a.call.cu_seqlens_q, a.call.cu_seqlens_k
-    dense = (a.batch,) if bounds[0] is None else ()
-    shape_q = (*dense, a.rows, a.codes_q.shape[0], a.head_dim)
-    shape_k = (*dense, a.keys, a.codes_k.shape[0], a.head_dim)
-    format_ = a.block_q, a.block_k, a.smooth_k
-    forms = _operand_forms(shape_q, shape_k, a.codes_v.shape[2], *bounds, format_)
-    for name, x, (shape, expected) in zip(FP8_OPERAND_NAMES, operands, forms, strict=True):
-        _fake.require_dtype(name, x, expected)
-        _fake.require_shape(name, *_fake.known_shapes(x.shape, shape))
 
 
 def _check_without_memory(a) -> None:
@@ -203,70 +152,32 @@ def _check_without_memory(a) -> None:
     _fake.checked_call(check, q, k, v, a.call)
 
 
+def _check_backward(a) -> None:
+    if a.fp8_backward not in FP8_BACKWARDS:
+        allowed = ", ".join(FP8_BACKWARDS)
+        raise ValueError(f"fp8_backward is {a.fp8_backward!r}; it must be one of {allowed}")
+
+
 def _fp8_forward_kernel(*arguments):
     a = FP8_FORWARD.split(arguments)
-    _check_forms(a)
-    return _run_fp8_forward(a)
+    _check_backward(a)
+    check_forms(a, FP8_OPERAND_NAMES, a.smooth_k)
+    return run_fp8_forward(a)
 
 
 @torch.library.register_fake("pantile::fp8_forward", lib=_library)
 def _fake_fp8_forward(*arguments):
     a = FP8_FORWARD.split(arguments)
-    _check_forms(a)
+    _check_backward(a)
+    check_forms(a, FP8_OPERAND_NAMES, a.smooth_k)
     _check_without_memory(a)
     return _new_outputs(a)
-
-
-class _Fp8Attention(torch.autograd.Function):
-    """The gradient of the unquantised attention: quantising counts as the identity.
-
-    Probabilities recomputed with the FP8 forward's LSE would not sum to 1 over a row, by as much as
-    the largest scores err; that error grows with the scores and feeds itself through the weights.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, *rest):
-        *rest, grad_mode = rest
-        a = FP8_FORWARD.split((q, k, v, *rest))
-        with _ops.lower(grad_mode):
-            o, lse = fp8_forward_op(None, None, None, *rest)
-        ctx.save_for_backward(q, k, v, *lengths_of(a.call))
-        ctx.how = (a.call._replace(**NO_LENGTHS), o.dtype, a.deterministic, len(rest) + 1)
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, grad_o, grad_lse):
-        call, dtype, deterministic, count = ctx.how
-        if grad_o is None and grad_lse is None:
-            return (None,) * (_SOURCE_COUNT + count)
-        q, k, v, *lengths = ctx.saved_tensors
-        call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
-        rounded = tuple(x.to(dtype) for x in (q, k, v))
-        with torch.no_grad():
-            o, lse, o_low = _ops.forward_op(*rounded, *call, deterministic, False, True)
-        # By the operator's Autograd kernel: with create_graph=True it records that the gradient has
-        # no derivative, and one that is asked for is refused by name.
-        grads = _ops.backward_op(
-            torch.zeros_like(o) if grad_o is None else grad_o,
-            grad_lse,
-            *rounded,
-            o,
-            o_low,
-            lse,
-            *call,
-            deterministic,
-        )
-        grads = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
-        return (*grads, *(None,) * count)
-
-    jvp = staticmethod(_ops._no_forward_mode)
 
 
 def _fp8_forward_autograd(*args):
     source = [x for x in args[:_SOURCE_COUNT] if x is not None]
     if len(source) == _SOURCE_COUNT and _ops.differentiates(source):
-        return _ops.apply(_Fp8Attention, *args)
+        return _ops.apply(Fp8Attention, *args)
     with below_autograd():
         return fp8_forward_op(*args)
 
@@ -339,7 +250,7 @@ def _descale(name: str, value, q: Tensor, batch: int, heads_k: int) -> Tensor:
 
 def _descales(q, k, values: tuple, batch: int) -> tuple:
     names = ("descale_q", "descale_k", "descale_v")
-    if q.dtype is _CODES:
+    if q.dtype is CODES:
         return tuple(
             _descale(name, value, q, batch, k.shape[-2])
             for name, value in zip(names, values, strict=True)
@@ -418,7 +329,7 @@ def quantize(q, k, v, packing: tuple, backend: str, descales, format_: tuple) ->
     _ops.prepare(q, k, v, lengths)
     q, k, v = _autocast((q, k, v))
     _check_ranks(q, k, v, Call(*packing))
-    codes = q.dtype is _CODES
+    codes = q.dtype is CODES
     hadamard = not codes if hadamard is None else hadamard
     smooth_k = not codes if smooth_k is None else smooth_k
     batch = q.shape[0] if lengths[0] is None else lengths[0].shape[0] - 1
@@ -440,8 +351,9 @@ def quantize(q, k, v, packing: tuple, backend: str, descales, format_: tuple) ->
     )
 
 
-def attention(operands: Quantized, call, exp: str, deterministic, checked, return_lse):
-    """Attention on operands; of ``call`` all but the packing, which they know."""
+def attention(operands: Quantized, call, how: tuple, deterministic, checked, return_lse):
+    """Attention on operands; of ``call`` all but the packing, which they know. ``how``: fp8_exp and
+    fp8_backward."""
     packed = operands.lengths[0] is not None
     batch = operands.lengths[0].shape[0] - 1 if packed else operands.shape_q[0]
     rows, keys = (shape[0 if packed else 1] for shape in (operands.shape_q, operands.shape_k))
@@ -457,31 +369,68 @@ def attention(operands: Quantized, call, exp: str, deterministic, checked, retur
         operands.dtype,
         operands.block_q,
         operands.block_k,
+        operands.hadamard,
         operands.smooth_k,
-        exp,
+        *how,
         deterministic,
         checked,
     )
     recorded = operands.source[0] is not None and torch.is_grad_enabled()
-    if not recorded and takes_short_cut((*operands.operands, *present(operands.lengths))):
-        o, lse = _run_fp8_forward(FP8_FORWARD.split((None, None, None, *arguments)))
-    else:
-        source = _source_of(operands) if recorded else operands.source
+    source = _source_of(operands) if recorded else operands.source
+    if not takes_short_cut((*operands.operands, *present((*source, *operands.lengths)))):
         o, lse = fp8_forward_op(*source, *arguments)
+    elif recorded and records_any(source):
+        o, lse = apply_directly(*source, *arguments, run_fp8_forward)
+    else:
+        o, lse = run_fp8_forward(FP8_FORWARD.split((None, None, None, *arguments)))
     return (o, lse) if return_lse else o
 
 
-def quantized_attention(q, k, v, call, format_, exp, deterministic, checked, return_lse):
+def quantized_attention(q, k, v, call, format_, how, deterministic, checked, return_lse):
     """Attention on q, k and v by way of quantising them; o has the dtype of q."""
-    if isinstance(q, Tensor) and q.dtype is _CODES:
+    if isinstance(q, Tensor) and q.dtype is CODES:
         raise TypeError("q has dtype float8_e4m3fn; pantile.quantize takes it, with descales")
     packing = tuple(call)[: len(PACKING)]
     backend = quantize_backend(call.backend, call.backend_preferred, q.device.type)
     operands = quantize(q, k, v, packing, backend, (None, None, None), format_)
-    o, lse = attention(operands, call, exp, deterministic, checked, True)
+    o, lse = attention(operands, call, how, deterministic, checked, True)
     if not torch.is_autocast_enabled(q.device.type):
         o = o.to(q.dtype)
     return (o, lse) if return_lse else o
+
+
+def dequantize(operands: Quantized, dtype_name: str, keep_mean: bool, backend: str) -> tuple:
+    """(q, k, v) that the codes stand for; NaN where a code or v is not finite."""
+    dtype = getattr(torch, dtype_name)
+    packed = operands.lengths[0] is not None
+    batch = operands.lengths[0].shape[0] - 1 if packed else operands.shape_q[0]
+    rows, keys = (shape[0 if packed else 1] for shape in (operands.shape_q, operands.shape_k))
+    flags = operands.block_q, operands.block_k, operands.hadamard, operands.smooth_k
+    form = Form(batch, rows, keys, operands.shape_q[-1], *flags)
+    codes = Codes(*(getattr(operands, name) for name in Codes._fields))
+    call = Call(*operands.lengths, *operands.longest, backend=backend)
+    adds_mean = operands.smooth_k and keep_mean
+    with torch.no_grad():
+        q, k, v = numbers_of(codes, form, call, torch.float32 if adds_mean else dtype, False)
+        if adds_mean:
+            k += means_of_rows(operands.mean_k, k.shape[-2], keys, operands.lengths[1])
+        lost = nonfinite_values(operands.nonfinite_v, operands.scale_kv[..., 1])
+        lost = in_sequences(lost, Sequences(batch, keys, operands.lengths[1]))
+        return tuple(x.to(dtype) for x in (q, k, v.masked_fill_(lost, torch.nan)))
+
+
+def saved_bytes(operands: tuple, call, format_: tuple, of_codes: bool) -> int:
+    """What a call keeps for its backward, without the lengths of packed sequences."""
+    q, k, v = operands
+    if not of_codes:
+        return sum(x.numel() * x.element_size() for x in operands)
+    block_q, block_k, _, smooth_k = format_
+    bounds = call.cu_seqlens_q, call.cu_seqlens_k
+    forms = operand_forms(q.shape, k.shape, v.shape[-1], *bounds, (block_q, block_k, smooth_k))
+    sizes = dict(zip(FP8_OPERAND_NAMES, forms, strict=True))
+    kept = sum(math.prod(sizes[name][0]) * sizes[name][1].itemsize for name in Codes._fields)
+    rows = math.prod(q.shape[:-1])
+    return kept + rows * (v.shape[-1] * _output_dtype(q.dtype).itemsize + torch.float32.itemsize)
 
 
 def like_backward(operands: tuple) -> tuple:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "hopper", "ampere", "cpu", "reference", "torch")
 FP8_EXPS = ("code", "mixed", "exp2")
+FP8_BACKWARDS = ("bf16", "recompute")
 FLOAT32_PRECISIONS = ("auto", "highest", "tf32")
 _LOG_LEVELS = ("debug", "info", "warning")
 
@@ -61,11 +62,15 @@ class Options:
     checked: read ``cu_seqlens`` and ``seqused`` before launching and refuse wrong contents. On a
         GPU that waits for the device; on the CPU the contents are always checked.
     fp8: quantise q, k and v and attend in FP8, as :func:`pantile.fp8.attention` of
-        :func:`pantile.fp8.quantize` does; gradients are those of the unquantised attention
-        (docs/fp8.md).
+        :func:`pantile.fp8.quantize` does (docs/fp8.md).
     fp8_exp: how FP8 turns scores into weights: ``"code"`` computes the e4m3 code of a weight
         straight from its score, an approximation to e4m3's own precision and the fastest;
         ``"exp2"`` rounds the true exponential; ``"mixed"`` does each for half of them.
+    fp8_backward: what the backward of FP8 attention works on. ``"recompute"``: on q, k and v as
+        they came, for which it runs a 16-bit forward again; the gradients are those of the
+        unquantised attention. ``"bf16"``: on what the codes stand for, with the O and LSE of the
+        FP8 forward; saves half the memory and needs no second forward, and the gradients carry the
+        rounding of FP8 (docs/fp8.md).
     output_dtype: ``None`` gives o the dtype of q. ``"float32"`` (or ``torch.float32``) gives it as
         accumulated: normalised like any output, but not rounded to 16 bits. For partial results
         over parts of the keys, which :func:`pantile.merge_attention` joins.
@@ -87,6 +92,7 @@ class Options:
     checked: bool = False
     fp8: bool = False
     fp8_exp: Literal["code", "mixed", "exp2"] = "code"
+    fp8_backward: Literal["bf16", "recompute"] = "recompute"
     output_dtype: torch.dtype | type | Literal["float32"] | None = None
     softmax: Literal["auto", "vector", "tensor"] | SoftmaxOptions = DEFAULT_UNIT
 
@@ -94,6 +100,7 @@ class Options:
         choice("backend", self.backend, BACKENDS)
         choice("float32_precision", self.float32_precision, FLOAT32_PRECISIONS)
         choice("fp8_exp", self.fp8_exp, FP8_EXPS)
+        choice("fp8_backward", self.fp8_backward, FP8_BACKWARDS)
         for name in ("checked", "fp8"):
             flag(name, getattr(self, name))
         if self.output_dtype is not None and not self.output_f32:

@@ -168,11 +168,21 @@ QUANTIZE = Signature(
     FP8_OPERANDS,
     shared=PACKING,
 )
+# q, k less its mean, and v in 16 bits or float32; with keep_rotation q and k stay rotated.
+DEQUANTIZE = Signature(
+    "dequantize",
+    "Tensor codes_q, Tensor codes_k, Tensor codes_v, Tensor scale_q, Tensor scale_kv",
+    "SymInt batch, SymInt rows, SymInt keys, SymInt head_dim, ScalarType dtype, int block_q, "
+    "int block_k, bool hadamard, bool keep_rotation, str backend",
+    "Tensor q, Tensor k, Tensor v",
+    shared=PACKING,
+)
 FP8_FORWARD = Signature(
     "fp8_forward",
     f"Tensor? q, Tensor? k, Tensor? v, {FP8_OPERANDS}",
     "SymInt batch, SymInt rows, SymInt keys, SymInt head_dim, ScalarType dtype, int block_q, "
-    "int block_k, bool smooth_k, str fp8_exp, bool deterministic, bool checked",
+    "int block_k, bool hadamard, bool smooth_k, str fp8_exp, str fp8_backward, bool deterministic, "
+    "bool checked",
     "Tensor o, Tensor lse",
 )
 

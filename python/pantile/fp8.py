@@ -10,18 +10,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from pantile._arguments import shown
+from pantile._arguments import dtype_name, flag, shown
+from pantile._attention import _fp8_ops
 from pantile._attention import attention as _attention
 from pantile._foreign import refuse
 from pantile._fp8 import quantize
-from pantile._options import Options
+from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
 from pantile._quantized import Quantized
 
 if TYPE_CHECKING:
+    import torch
+
     from pantile._types import Tensor, Window
 
-__all__ = ["Quantized", "attention", "quantize"]
+__all__ = ["Quantized", "attention", "dequantize", "quantize"]
 
+_FLOATS = ("float32", "float16", "bfloat16")
 _BY_NAME = ("causal", "window", "scale", "return_lse", "deterministic", "options")
 
 
@@ -76,14 +80,13 @@ def attention(
     Args:
         operands: of :func:`quantize`.
         causal, window, scale, return_lse, deterministic: as in :func:`pantile.attention`.
-        options: its backend, ``fp8_exp``, ``checked`` and softmax options.
+        options: its backend, ``fp8_exp``, ``fp8_backward``, ``checked`` and softmax options.
 
     Returns:
         o: ``[batch, seqlen_q, heads_q, head_dim_v]``, packed ``[total_q, heads_q, head_dim_v]``, in
         ``operands.dtype``: float16 of float16 inputs, else bfloat16. With ``return_lse`` the pair
         (o, lse), lse float32 ``[batch, heads_q, seqlen_q]``, packed ``[heads_q, total_q]``.
-        Differentiable with respect to what was quantised: the gradient is that of the unquantised
-        attention.
+        Differentiable with respect to what was quantised, as ``options.fp8_backward`` says.
 
     Raises:
         As :func:`pantile.attention`.
@@ -103,3 +106,43 @@ def attention(
         deterministic=deterministic,
         options=options,
     )
+
+
+def dequantize(
+    operands: Quantized,
+    *extra: Any,
+    dtype: torch.dtype | None = None,
+    keep_mean: bool = True,
+    options: Options | None = None,
+    **foreign: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The q, k and v that FP8 operands stand for: codes times scales, rotated back.
+
+    Not differentiable. The values are on the grid of e4m3 before the rotation; NaN and Inf of the
+    inputs come back as NaN.
+
+    Args:
+        operands: of :func:`quantize`.
+        dtype: of the tensors: float32, float16 or bfloat16; default ``operands.dtype``.
+        keep_mean: False gives k less its mean, as it is quantised with ``smooth_k``.
+        options: its backend.
+
+    Returns:
+        (q, k, v), shaped as they were quantised.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it.
+    """
+    if extra or foreign:
+        refuse("fp8.dequantize", extra, foreign, ("dtype", "keep_mean", "options"))
+    options = DEFAULT_OPTIONS if options is None else resolve_options(options)
+    if type(operands) is not Quantized:
+        raise TypeError(
+            f"operands is {shown(operands)}; it must be what pantile.fp8.quantize(q, k, v) returns"
+        )
+    flag("keep_mean", keep_mean)
+    name = dtype_name(operands.dtype if dtype is None else dtype)
+    if name not in _FLOATS:
+        allowed = ", ".join(_FLOATS)
+        raise ValueError(f"dtype is {shown(dtype)}; it must be one of {allowed}, or None")
+    return _fp8_ops().dequantize(operands, name, keep_mean, options.backend)

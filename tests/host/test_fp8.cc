@@ -123,6 +123,31 @@ TEST(Quantize, WrongFieldsAreNamed) {
             "forward.fp8.smooth_k is true; it must be false for inputs of dtype e4m3");
   EXPECT_EQ(after([](QuantizeProblem* p) { p->v.seq = -2; }),
             "v: stride along seq is -2; it must be 0 or more");
+  EXPECT_EQ(after([](QuantizeProblem* p) { p->keep_rotation = true; }),
+            "keep_rotation is true; it must be false without dequantize");
+  EXPECT_EQ(after([](QuantizeProblem* p) {
+              p->dtype = DType::e4m3;
+              p->hadamard = false;
+              p->dequantize = true;
+            }),
+            "dtype is e4m3; with dequantize it must be f32, f16 or bf16");
+  EXPECT_EQ(after([](QuantizeProblem* p) { p->dequantize = p->keep_rotation = true; }), "");
+}
+
+TEST(Quantize, DequantizeWritesItsOwnTensors) {
+  QuantizeProblem p = quantize_problem();
+  p.dequantize = true;
+  QuantizePlan plan;
+  ASSERT_TRUE(plan_quantize(p, cpu_device(), {}, &plan).ok());
+  alignas(256) static char memory[256];
+  QuantizeTensors t;
+  t.q = t.k = t.v = memory;
+  EXPECT_STREQ(run_quantize(plan, t, memory, nullptr).message(),
+               "restored_q is null; it must point to the tensor");
+  t.restored_q = t.restored_k = t.restored_v = memory;
+  t.codes_q = t.codes_k = t.codes_v = memory;
+  EXPECT_STREQ(run_quantize(plan, t, memory, nullptr).message(),
+               "scale_q is null; it must point to the tensor");
 }
 
 TEST(Quantize, IgnoresTheMaskOfTheAttention) {

@@ -83,11 +83,21 @@ def fp8_forward(packed=False, smooth_k=True, **changes) -> dict:
         "dtype": torch.bfloat16,
         "block_q": 128,
         "block_k": 128,
+        "hadamard": False,
         "smooth_k": smooth_k,
         "fp8_exp": "code",
+        "fp8_backward": "bf16",
     }
     made = dict(zip(names, operands, strict=True))
     return {**call, "q": None, "k": None, "v": None, **made, **own, **changes}
+
+
+def dequantize(packed=False, **changes) -> dict:
+    call = fp8_forward(packed)
+    kept = ("codes_q", "codes_k", "codes_v", "scale_q", "scale_kv", *DENSE)
+    kept += ("max_seqlen_q", "max_seqlen_k", "batch", "rows", "keys", "head_dim", "dtype")
+    kept += ("block_q", "block_k", "hadamard", "backend")
+    return {**{name: call[name] for name in kept}, "keep_rotation": False, **changes}
 
 
 def z(*shape, dtype=torch.float32):
@@ -188,6 +198,11 @@ WRONG = {
     "fp8 block": ("fp8_forward", lambda: fp8_forward(block_q=0)),
     "quantize block 0": ("quantize", lambda: quantize(block_q=0)),
     "fp8 exp": ("fp8_forward", lambda: fp8_forward(fp8_exp="exp")),
+    "fp8 backward": ("fp8_forward", lambda: fp8_forward(fp8_backward="full")),
+    "codes_q of numbers": ("dequantize", lambda: dequantize(codes_q=z(4, 384, 16, dtype=E4M3))),
+    "scale_kv of numbers": ("dequantize", lambda: dequantize(scale_kv=z(2, 2))),
+    "rows of numbers": ("dequantize", lambda: dequantize(rows=400)),
+    "dtype of numbers": ("dequantize", lambda: dequantize(dtype=torch.float64)),
     "fp8 window": ("fp8_forward", lambda: fp8_forward(window_right=-3)),
     "fp8 int64": (
         "fp8_forward",
@@ -242,6 +257,7 @@ def test_refused_alike(case, kind):
         ("backward", backward),
         ("quantize", quantize),
         ("fp8_forward", fp8_forward),
+        ("dequantize", dequantize),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -147,13 +147,15 @@ constexpr void of_backward(P& problem, F&& f) {
 
 template <class P, class F>
 constexpr void of_quantize(P& problem, F&& f) {
-  auto& [forward, dtype, q, k, v, hadamard] = problem;
+  auto& [forward, dtype, q, k, v, hadamard, dequantize, keep_rotation] = problem;
   of_forward(forward, f);
   f("input", "dtype", dtype, Feature::none);
   of_layout("input q", q, f);
   of_layout("input k", k, f);
   of_layout("input v", v, f);
   f("", "hadamard", hadamard, Feature::hadamard);
+  f("", "dequantize", dequantize, Feature::none);  // every row that does not read e4m3
+  f("", "keep_rotation", keep_rotation, Feature::none);
 }
 
 template <class L, class F>

@@ -35,6 +35,13 @@ struct QuantizeProblem {
   // and leaves Q K^T as it is. Channels are rotated in groups of the largest power of two that
   // divides head_dim. Not for e4m3 inputs, nor is fp8.smooth_k.
   bool hadamard = true;
+  // The other way: reads the operands and writes what they stand for. `dtype` and the layouts are
+  // then those of what is written, never e4m3.
+  bool dequantize = false;
+  // dequantize only: Q and K stay rotated, which leaves each number exact in 16 bits and Q K^T as
+  // it is. Q is H D q / b and K is H D k b / group, with D the signs, H Sylvester's matrix and b =
+  // core::rotation_balance(group). Nothing else differs; without hadamard nothing at all.
+  bool keep_rotation = false;
 };
 
 // How many elements the operands have. blocks_*: of 128 rows.
@@ -49,7 +56,7 @@ struct QuantizedSizes {
 PANTILE_API QuantizedSizes quantized_sizes(const ForwardProblem& forward);
 
 struct QuantizeTensors {
-  const void* q = nullptr;
+  const void* q = nullptr;  // not with dequantize, nor are k, v and the descales
   const void* k = nullptr;
   const void* v = nullptr;
   // e4m3 inputs only, [batch, heads_k], positive: an input code times its descale is the number.
@@ -62,7 +69,16 @@ struct QuantizeTensors {
   const std::int32_t* seqused_q = nullptr;
   const std::int32_t* seqused_k = nullptr;
 
-  // Written; 16-byte aligned. NaN and Inf become the code 0x7f (NaN) in Q and K.
+  // dequantize only, written: Q, K less its mean if it was smoothed, V; code times scale, rotated
+  // back, rounded to the nearest. V is 0 where nonfinite_v has a bit. Rows that no sequence uses
+  // are not written. A 16-bit backward on them belongs to the FP8 forward's O, and to its LSE less
+  // scale * q_dot_mean.
+  void* restored_q = nullptr;
+  void* restored_k = nullptr;
+  void* restored_v = nullptr;
+
+  // Written, with dequantize read; 16-byte aligned. NaN and Inf become the code 0x7f (NaN) in Q
+  // and K.
   void* codes_q =
       nullptr;  // [heads_q, 128 * blocks_q, head_dim rounded up to 16], padded with zeros
   void* codes_k =

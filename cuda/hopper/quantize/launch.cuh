@@ -2,6 +2,7 @@
 // and waits for nothing; may be captured into a CUDA graph.
 #pragma once
 
+#include "common/dequantize.cuh"
 #include "common/quantize.cuh"
 #include "common/quantize_mean.cuh"
 #include "driver.h"
@@ -36,6 +37,14 @@ class QuantizeCall {
  private:
   template <DType kDType, int kDim>
   Status run_dim() const {
+    if constexpr (kDType != DType::e4m3) {
+      if (plan_.problem.dequantize) {
+        return launch(common::dequantize_kernel<kDType, kDim>,
+                      dim3(static_cast<unsigned>(plan_.blocks)),
+                      dim3(common::RowDequantizer<kDType, kDim>::kThreads), numbers_params(), false,
+                      "launching the FP8 dequantiser");
+      }
+    }
     const bool smooth = p_.fp8.smooth_k && p_.heads_k * sizes_.blocks_k > 0;
     if (smooth) {
       const Status status = run_mean<kDType, kDim>();
@@ -95,6 +104,30 @@ class QuantizeCall {
   common::QuantizeSide side_k() const {
     return side(t_.k, plan_.problem.k, p_.seqlen_k, t_.cu_seqlens_k, t_.seqused_k, p_.heads_k,
                 p_.head_dim, sizes_.blocks_k);
+  }
+
+  common::DequantizeParams numbers_params() const {
+    const QuantizeProblem& problem = plan_.problem;
+    common::DequantizeParams params{};
+    params.sides[0] = side(nullptr, problem.q, p_.seqlen_q, t_.cu_seqlens_q, t_.seqused_q,
+                           p_.heads_q, p_.head_dim, sizes_.blocks_q);
+    params.sides[1] = side_k();
+    params.sides[2] = side(nullptr, problem.v, p_.seqlen_k, t_.cu_seqlens_k, t_.seqused_k,
+                           p_.heads_k, p_.head_dim_v, sizes_.blocks_k);
+    const int whole = problem.hadamard ? core::hadamard_group(static_cast<int>(p_.head_dim)) : 1;
+    const int group = problem.keep_rotation ? 1 : whole;
+    const auto balance = static_cast<float>(core::rotation_balance(whole));
+    const float factor_q = 1.0f / (problem.keep_rotation ? balance : static_cast<float>(whole));
+    const float factor_k = problem.keep_rotation ? balance : 1.0f;
+    const auto codes = [](const void* x) { return static_cast<const std::uint8_t*>(x); };
+    // The scale of Q holds the group once, which stands in for the 1 / group of the rotation.
+    params.out[0] = {t_.restored_q, codes(t_.codes_q), t_.scale_q, p_.fp8.block_q, 1,
+                     group,         factor_q};
+    params.out[1] = {t_.restored_k, codes(t_.codes_k), t_.scale_kv, p_.fp8.block_k, 2,
+                     group,         factor_k};
+    params.out[2] = {t_.restored_v, codes(t_.codes_v), t_.scale_kv + 1, p_.fp8.block_k, 2, 1, 1.0f};
+    params.batch = static_cast<int>(p_.batch);
+    return params;
   }
 
   common::QuantizeParams params() const {
