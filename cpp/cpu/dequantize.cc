@@ -40,7 +40,7 @@ void rotate_back(float* row, int dim, int group) {
   }
 }
 
-void dequantize_rows(const QuantizeJob& job, const Side& side, const Block& block,
+void dequantize_rows(const QuantizeJob& job, const QuantizeSide& side, const Block& block,
                      const std::uint8_t* codes, const float* scales, int scale_rows, int stride,
                      float factor) {
   const QuantizeProblem& problem = job.plan->problem;

@@ -18,7 +18,7 @@ namespace {
 constexpr int kRows = core::kBlockedRows;
 
 // The rows of a block as floats, [kRows][dim].
-void load(const QuantizeJob& job, const Side& side, const Block& block, float* rows) {
+void load(const QuantizeJob& job, const QuantizeSide& side, const Block& block, float* rows) {
   const DType dtype = job.plan->problem.dtype;
   for (int i = 0; i < block.rows; ++i) {
     load_row(dtype, side.data, block.element + i * side.layout.seq, side.dim, rows + i * side.dim);
@@ -101,7 +101,7 @@ void dot_with_mean(const QuantizeJob& job, const Block& block, const float* mean
 }
 
 // Codes and scales of a block of Q or K. `stride` is the distance between scales in `scales`.
-void write_rows(const Side& side, const Block& block, const float* rows, int scale_rows,
+void write_rows(const QuantizeSide& side, const Block& block, const float* rows, int scale_rows,
                 float factor, float descale, std::uint8_t* codes, float* scales, int stride) {
   const int dim = side.dim;
   const int padded = core::round_up(dim, core::kCodeAlign);
@@ -156,7 +156,7 @@ void quantize_keys(const QuantizeJob& job, const Block& block, float* rows) {
 }
 
 // Codes of the values that share a scale, by channel; true when one is not finite.
-bool write_values(const Side& side, const float* rows, int begin, int end,
+bool write_values(const QuantizeSide& side, const float* rows, int begin, int end,
                   const core::BlockScale& scale, std::uint8_t* codes, std::uint32_t* nonfinite) {
   bool found = false;
   for (int i = begin; i < end; ++i) {
@@ -227,7 +227,7 @@ void code_item(int item, int worker, void* context) {
   const auto queries = static_cast<int>(job.q.items(batch));
   const auto keys = static_cast<int>(job.k.items(batch));
   float* rows = rows_of(job, worker);
-  const Side& side = item < queries ? job.q : item < queries + keys ? job.k : job.v;
+  const QuantizeSide& side = item < queries ? job.q : item < queries + keys ? job.k : job.v;
   const Block block = locate(side, item < queries          ? item
                                    : item < queries + keys ? item - queries
                                                            : item - queries - keys);

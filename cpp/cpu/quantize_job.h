@@ -11,7 +11,7 @@
 namespace pantile::cpu {
 
 // One of q, k and v: where its rows are and how many blocks its longest sequence has.
-struct Side {
+struct QuantizeSide {
   const void* data;  // with dequantize written
   Layout layout;
   core::SequenceSide sequences;
@@ -32,7 +32,7 @@ struct Block {
   std::int64_t element;  // of the first row, in the input
 };
 
-inline Block locate(const Side& side, int item) {
+inline Block locate(const QuantizeSide& side, int item) {
   Block block;
   const int tile = item % side.tiles;
   block.head = item / side.tiles % side.heads;
@@ -48,16 +48,16 @@ inline Block locate(const Side& side, int item) {
 struct QuantizeJob {
   const QuantizePlan* plan;
   const QuantizeTensors* tensors;
-  Side q, k, v;
+  QuantizeSide q, k, v;
   core::Heads heads{1, 1};
   float* partial;  // sums of K: [heads_k][blocks_k][head_dim]
   float* rows;     // [workers][core::kBlockedRows][kMaxFp8Dim]
 };
 
-inline Side make_side(const void* data, const Layout& layout, std::int64_t length,
-                      std::int64_t heads, std::int64_t dim, const std::int32_t* cu_seqlens,
-                      const std::int32_t* seqused, std::int64_t blocks) {
-  Side side;
+inline QuantizeSide make_side(const void* data, const Layout& layout, std::int64_t length,
+                              std::int64_t heads, std::int64_t dim, const std::int32_t* cu_seqlens,
+                              const std::int32_t* seqused, std::int64_t blocks) {
+  QuantizeSide side;
   side.data = data;
   side.layout = layout;
   side.sequences.batch_stride = layout.batch;

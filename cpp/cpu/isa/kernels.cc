@@ -57,7 +57,9 @@ void run_merge_decode(const DecodeJob& job, int item, void* scratch) {
 
 }  // namespace
 
-const KernelTable kKernels = {run_forward,           run_prepare,     run_backward, run_bias_gradient,
-                              run_write_shared_keys, run_forward_fp8, run_decode,   run_merge_decode};
+const KernelTable kKernels = {
+    run_forward,           run_prepare,     run_backward, run_bias_gradient,
+    run_write_shared_keys, run_forward_fp8, run_decode,   run_merge_decode,
+};
 
 }  // namespace pantile::cpu::PANTILE_ISA
