@@ -3,8 +3,12 @@
 // hooks that a problem asks for; sinks are in every kernel. No CUDA headers.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
 #include <string>
 
 #include "attn/variant_params.h"
@@ -28,9 +32,17 @@ struct VariantHooks {
   bool dropout = false;
   bool grad_alibi = false;  // these two: backward
   bool grad_bias = false;
+  Expression score = Expression::none;
+  Expression mask = Expression::none;
+  std::uint32_t grad_captured = 0;
 
-  constexpr bool any() const { return softcap || alibi || bias != BiasForm::none || dropout; }
-  // Below kVariantKernels; another number for other hooks.
+  constexpr bool has_expressions() const {
+    return score != Expression::none || mask != Expression::none;
+  }
+  constexpr bool any() const {
+    return softcap || alibi || bias != BiasForm::none || dropout || has_expressions();
+  }
+  // Below kVariantKernels; another number for other hooks, but for expressions.
   constexpr int index() const {
     return ((((static_cast<int>(bias) * 2 + (softcap ? 1 : 0)) * 2 + (alibi ? 1 : 0)) * 2 +
              (dropout ? 1 : 0)) *
@@ -48,6 +60,9 @@ VariantHooks variant_hooks(const BackwardProblem& problem);
 // "softcap+dropout", for messages.
 std::string variant_name(const VariantHooks& hooks);
 
+// Whether a backward starts from scores without the row's LSE.
+bool takes_raw_scores(const Variant& variant);
+
 // Ok, or what of the variant the hooks do not serve.
 Status variant_rule(const ForwardProblem& problem);
 Status variant_rule(const BackwardProblem& problem);
@@ -58,9 +73,7 @@ jit::Request variant_request(const BackwardPlan& plan);
 
 // Whether a forward with these hooks takes the second shape of its row: with more registers a
 // thread, which random bytes and a bias need.
-constexpr bool needs_other_shape(const VariantHooks& hooks, int kernel_head_dim) {
-  return kernel_head_dim <= 64 && (hooks.dropout || hooks.bias != BiasForm::none);
-}
+bool needs_other_shape(const VariantHooks& hooks, int kernel_head_dim);
 
 // The kernels with hooks of a row of the kernel table that have been launched, by what they differ
 // in: a look-up is faster than the text that find_kernel() wants.
@@ -69,8 +82,12 @@ class VariantKernels {
   // `form` 0 or 1: the shape of a forward, or how a backward sums dQ.
   template <class Plan>
   Status find(const Plan& plan, int form, void* stream, const jit::Kernel** kernel) {
-    std::atomic<const jit::Kernel*>& known =
-        kernels_[form * kVariantKernels + variant_hooks(plan.problem).index()];
+    const VariantHooks hooks = variant_hooks(plan.problem);
+    const int number = form * kVariantKernels + hooks.index();
+    if (hooks.has_expressions()) {
+      return find_expression(plan, hooks, number, stream, kernel);
+    }
+    std::atomic<const jit::Kernel*>& known = kernels_[number];
     *kernel = known.load(std::memory_order_acquire);
     if (*kernel != nullptr) {
       return Status();
@@ -83,7 +100,31 @@ class VariantKernels {
   }
 
  private:
+  template <class Plan>
+  Status find_expression(const Plan& plan, const VariantHooks& hooks, int number, void* stream,
+                         const jit::Kernel** kernel) {
+    const std::array<std::int64_t, 4> key{number, static_cast<std::int64_t>(hooks.score),
+                                          static_cast<std::int64_t>(hooks.mask),
+                                          hooks.grad_captured};
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto known = expressions_.find(key);
+      if (known != expressions_.end()) {
+        *kernel = known->second;
+        return Status();
+      }
+    }
+    const Status status = jit::find_kernel(variant_request(plan), stream, kernel);
+    if (status.ok()) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      expressions_[key] = *kernel;
+    }
+    return status;
+  }
+
   std::atomic<const jit::Kernel*> kernels_[2 * kVariantKernels] = {};
+  std::mutex mutex_;  // of the map: kernels with expressions
+  std::map<std::array<std::int64_t, 4>, const jit::Kernel*> expressions_;
 };
 
 // Of the gradient of the bias, which is contiguous in the bias's shape: distances, 0 along an axis

@@ -16,6 +16,7 @@ from pantile._attention import attention, load_torch, varlen_attention
 from pantile._C import UnsupportedError, __version__
 from pantile._explain import Explanation, PassExplanation, Verdict
 from pantile._explain_calls import compile, explain  # noqa: A004
+from pantile._expressions import Mask, Score
 from pantile._fp8 import quantize
 from pantile._info import build_info, cuda_reason, devices, kernels
 from pantile._jit import install as _install_jit
@@ -29,9 +30,11 @@ __all__ = [
     "Documents",
     "Dropout",
     "Explanation",
+    "Mask",
     "Options",
     "PassExplanation",
     "Quantized",
+    "Score",
     "UnsupportedError",
     "Verdict",
     "__version__",

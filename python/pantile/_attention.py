@@ -6,7 +6,8 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pantile import _C
-from pantile._arguments import check_flags, check_rows, length, optional_scale
+from pantile._arguments import check_flags, optional_scale
+from pantile._expressions import Score
 from pantile._foreign import refuse
 from pantile._masks import window_bounds
 from pantile._options import (
@@ -17,8 +18,9 @@ from pantile._options import (
     refuse_extras,
     resolve_options,
 )
+from pantile._packing import packed_fields
 from pantile._quantized import Quantized
-from pantile._schema import LENGTHS, Call
+from pantile._schema import Call
 from pantile._variants import NAMES as VARIANT_NAMES
 from pantile._variants import Dropout, refuse_in_fp8, resolve_variant
 
@@ -61,13 +63,6 @@ def _variant_engine(engine: Any) -> Any:
     if engine is _torch_ops:
         from pantile import _variant_ops as engine  # beside _ops
     return engine
-
-
-def _longest(name: str, value: object) -> int:
-    """max_seqlen_q or max_seqlen_k of packed tensors: it cannot be left out."""
-    if value is None:
-        raise TypeError(f"{name} is missing; it must be the length of the longest sequence")
-    return length(name, value, in_range=not _is_compiling())  # a graph is checked when it runs
 
 
 def _run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit, change):
@@ -152,6 +147,7 @@ def attention(
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
     mask: Mask | None = ...,
+    score: Score | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
     deterministic: bool = ...,
@@ -172,6 +168,7 @@ def attention(
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
     mask: Mask | None = ...,
+    score: Score | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = ...,
     deterministic: bool = ...,
@@ -192,6 +189,7 @@ def attention(
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
     mask: Mask | None = ...,
+    score: Score | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[True],
     deterministic: bool = ...,
@@ -212,6 +210,7 @@ def attention(
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
     mask: Mask | None = ...,
+    score: Score | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[True],
     deterministic: bool = ...,
@@ -232,6 +231,7 @@ def attention(
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
     mask: Mask | None = ...,
+    score: Score | None = ...,
     return_lse: bool = ...,
     return_max_logit: bool = ...,
     deterministic: bool = ...,
@@ -284,6 +284,7 @@ def attention(
     sinks: Any = None,
     dropout: float | Dropout | None = None,
     mask: Any = None,
+    score: Score | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -317,7 +318,9 @@ def attention(
             the weights of a row sum to less than 1, and lse contains it. Differentiable.
         dropout: a probability or a :class:`pantile.Dropout`: removes weights after the softmax.
         mask: a bool tensor that broadcasts to ``[batch, heads_q, seqlen_q, seqlen_k]``, True where
-            a query sees a key, a :class:`pantile.BlockMask` or a :class:`pantile.Documents`.
+            a query sees a key, a :class:`pantile.BlockMask`, :class:`pantile.Documents` or
+            :class:`pantile.Mask`.
+        score: a :class:`pantile.Score`, a function of the scores after softcap, alibi and bias.
         return_lse: also return the log-sum-exp of each row's scores.
         return_max_logit: also return the largest scaled score of each head.
         deterministic: bit-equal gradients for equal inputs; also on when
@@ -340,7 +343,8 @@ def attention(
     if extra or foreign:
         refuse("attention", extra, foreign, _BY_NAME)
     if (
-        options is window is scale is softcap is alibi is bias is sinks is dropout is mask is None
+        options is window is scale is softcap is alibi is bias is None
+        and sinks is dropout is mask is score is None
         and return_lse is return_max_logit is deterministic is False
         and type(q) is _tensor_type
         and type(causal) is bool
@@ -350,21 +354,12 @@ def attention(
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     check_flags(return_lse, return_max_logit, deterministic)
     call = _make_call(_DENSE, causal, window, scale, options, return_lse)
-    change = softcap, alibi, bias, sinks, dropout, mask
+    change = softcap, alibi, bias, sinks, dropout, mask, score
     return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)
 
 
 def packing_of(q, k, lengths: tuple, longest: tuple) -> tuple:
-    """The fields pantile._schema.PACKING, from cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k and
-    the two max_seqlen."""
-    for name, value in zip(LENGTHS[:2], lengths, strict=False):
-        if value is None:
-            raise TypeError(f"{name} is None; it must be an int32 tensor of batch + 1 offsets")
-    longest = (_longest("max_seqlen_q", longest[0]), _longest("max_seqlen_k", longest[1]))
-    if getattr(q, "is_meta", False):
-        check_rows("q", q, lengths[0], longest[0])
-        check_rows("k", k, lengths[1], longest[1])
-    return (*lengths, *longest)
+    return packed_fields(q, k, lengths, longest, in_range=not _is_compiling())  # else when it runs
 
 
 @overload
@@ -388,6 +383,7 @@ def varlen_attention(
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
     mask: Mask | None = ...,
+    score: Score | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
     deterministic: bool = ...,
@@ -414,6 +410,7 @@ def varlen_attention(
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
     mask: Mask | None = ...,
+    score: Score | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = ...,
     deterministic: bool = ...,
@@ -440,6 +437,7 @@ def varlen_attention(
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
     mask: Mask | None = ...,
+    score: Score | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[True],
     deterministic: bool = ...,
@@ -466,6 +464,7 @@ def varlen_attention(
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
     mask: Mask | None = ...,
+    score: Score | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[True],
     deterministic: bool = ...,
@@ -492,6 +491,7 @@ def varlen_attention(
     sinks: Array | None = ...,
     dropout: float | Dropout | None = ...,
     mask: Mask | None = ...,
+    score: Score | None = ...,
     return_lse: bool = ...,
     return_max_logit: bool = ...,
     deterministic: bool = ...,
@@ -550,6 +550,7 @@ def varlen_attention(
     sinks: Any = None,
     dropout: float | Dropout | None = None,
     mask: Any = None,
+    score: Score | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -571,9 +572,9 @@ def varlen_attention(
             exist. The others give o = 0 and lse = -inf, and take no part in anything.
         causal, window, scale, return_lse, return_max_logit, deterministic, options: as in
             :func:`attention`; the mask is aligned to the bottom right of each sequence.
-        softcap, alibi, bias, sinks, dropout, mask: as in :func:`attention`; rows and keys count
-            from the start of their sequence, so that bias and mask broadcast to ``[batch, heads_q,
-            max_seqlen_q, max_seqlen_k]``.
+        softcap, alibi, bias, sinks, dropout, mask, score: as in :func:`attention`; rows and keys
+            count from the start of their sequence, so that bias and mask broadcast to ``[batch,
+            heads_q, max_seqlen_q, max_seqlen_k]``.
 
     Returns:
         o: ``[total_q, heads_q, head_dim_v]``; with ``return_lse`` also lse ``[heads_q, total_q]``,
@@ -595,5 +596,5 @@ def varlen_attention(
     else:
         packing = _DENSE  # not read
     call = _make_call(packing, causal, window, scale, options, return_lse)
-    change = softcap, alibi, bias, sinks, dropout, mask
+    change = softcap, alibi, bias, sinks, dropout, mask, score
     return _run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change)

@@ -17,6 +17,7 @@ from pantile._attention import (
     packing_of,
 )
 from pantile._explain import Explanation, explain_call, explain_fp8_call, wanted_gradients
+from pantile._expressions import Score
 from pantile._foreign import refuse
 from pantile._options import (
     DEFAULT_OPTIONS,
@@ -57,7 +58,7 @@ def _describe(q, k, v, lengths: tuple, longest: tuple, mask: tuple, options: Opt
 
 
 def _variant_of(engine, q, change: tuple):
-    """``change``: softcap, alibi, bias, sinks, dropout, mask."""
+    """``change``: softcap, alibi, bias, sinks, dropout, mask, score."""
     resolved = resolve_variant(*change)
     return None if resolved is None else _variant_engine(engine).explained_variant(resolved[0], q)
 
@@ -82,6 +83,7 @@ def explain(
     sinks: Any = None,
     dropout: float | Dropout | None = None,
     mask: Any = None,
+    score: Score | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -110,7 +112,7 @@ def explain(
     engine, operands, call = _describe(
         q, k, v, lengths, longest, (causal, window, scale), options, return_lse
     )
-    change = (softcap, alibi, bias, sinks, dropout, mask)
+    change = (softcap, alibi, bias, sinks, dropout, mask, score)
     if not options.fp8:
         extras = extras_of(return_max_logit, options)
         variant = _variant_of(engine, q, change)
@@ -143,6 +145,7 @@ def compile(  # noqa: A001 (read as pantile.compile)
     sinks: Any = None,
     dropout: float | Dropout | None = None,
     mask: Any = None,
+    score: Score | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -175,7 +178,7 @@ def compile(  # noqa: A001 (read as pantile.compile)
     engine, operands, call = _describe(
         q, k, v, lengths, longest, (causal, window, scale), options, return_lse
     )
-    change = (softcap, alibi, bias, sinks, dropout, mask)
+    change = (softcap, alibi, bias, sinks, dropout, mask, score)
     if options.fp8:
         refuse_in_fp8(change)
         return

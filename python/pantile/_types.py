@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy
 import torch
 
+from pantile._expressions import Mask as MaskExpression
 from pantile._variants import BlockMask, Documents
 
 Tensor: TypeAlias = torch.Tensor
@@ -16,4 +17,4 @@ NumpyArray: TypeAlias = numpy.ndarray[Any, Any]
 Array = TypeVar("Array", torch.Tensor, numpy.ndarray[Any, Any])
 Lengths: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any]  # int32
 Window: TypeAlias = tuple[int | None, int | None]
-Mask: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any] | BlockMask | Documents
+Mask: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any] | BlockMask | Documents | MaskExpression

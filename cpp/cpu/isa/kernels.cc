@@ -4,6 +4,7 @@
 
 #include "cpu/isa/backward.h"
 #include "cpu/isa/bias_gradient.h"
+#include "cpu/isa/captured_gradient.h"
 #include "cpu/isa/forward.h"
 #include "cpu/isa/forward_fp8.h"
 
@@ -38,13 +39,17 @@ void run_bias_gradient(const BackwardJob& job, int item, void* scratch) {
   bias_gradient(job, item, scratch);
 }
 
+void run_captured_gradient(const BackwardJob& job, int item, void* scratch) {
+  captured_gradient(job, item, scratch);
+}
+
 void run_forward_fp8(const Fp8ForwardJob& job, int item, void* scratch) {
   forward_fp8(job, item, scratch);
 }
 
 }  // namespace
 
-const KernelTable kKernels = {run_forward, run_prepare, run_backward, run_bias_gradient,
-                              run_forward_fp8};
+const KernelTable kKernels = {run_forward,       run_prepare,           run_backward,
+                              run_bias_gradient, run_captured_gradient, run_forward_fp8};
 
 }  // namespace pantile::cpu::PANTILE_ISA

@@ -157,12 +157,14 @@ struct ForwardTensors {
   VariantTensors variant;
 };
 
-// The mask of a canonical problem, in which a side that hides nothing is kUnbounded.
+// The mask of a canonical problem, in which a side that hides nothing is kUnbounded. A mask
+// expression may hide any pair, as a window may.
 constexpr MaskKind mask_kind(const ForwardProblem& problem) {
-  return problem.window_left != kUnbounded    ? MaskKind::window
-         : problem.window_right == kUnbounded ? MaskKind::full
-         : problem.window_right == 0          ? MaskKind::causal
-                                              : MaskKind::window;
+  return problem.variant.mask_expression != Expression::none ? MaskKind::window
+         : problem.window_left != kUnbounded                 ? MaskKind::window
+         : problem.window_right == kUnbounded                ? MaskKind::full
+         : problem.window_right == 0                         ? MaskKind::causal
+                                                             : MaskKind::window;
 }
 
 // The dtype of O.
@@ -202,6 +204,9 @@ struct BackwardProblem {
   bool wants_grad_alibi = false;
   bool wants_grad_sinks = false;
   bool wants_grad_bias = false;
+  // Of the tensors that the score captures: a bit for each, and how many elements those have.
+  std::uint32_t wants_grad_captured = 0;
+  std::int64_t grad_captured_elements = 0;
   Layout grad_o, grad_q, grad_k, grad_v;
 };
 

@@ -41,8 +41,11 @@ enum class Feature : std::uint8_t {
   block_mask,
   element_mask,
   documents,
+  score,
+  mask_expression,
+  grad_captured,
 };
-inline constexpr int kFeatureCount = static_cast<int>(Feature::documents) + 1;
+inline constexpr int kFeatureCount = static_cast<int>(Feature::grad_captured) + 1;
 
 class FeatureSet {
  public:

@@ -4,6 +4,7 @@
 
 #include "attn/variant_grad.cuh"
 #include "hopper/backward/fragment.cuh"
+#include "hopper/backward/key_gradients.cuh"
 #include "hopper/backward/params.cuh"
 #include "hopper/backward/storage.cuh"
 #include "hopper/backward/sum.cuh"
@@ -78,15 +79,14 @@ class PairedSteps {
   }
 
   PANTILE_DEVICE void wait_keys() { prim::wait(storage_.key.full[0], keys_.parity); }
-
   PANTILE_DEVICE void wait_values() { prim::wait(storage_.value.full[0], keys_.parity); }
 
   // Requests S of the next tile of rows, which becomes the tile at work.
   PANTILE_DEVICE void issue_S() {
     prim::wait(storage_.query.full[next_query_.stage], next_query_.parity);
     const int stage = next_query_.stage;
-    issue_scores<!kHooks.softcap>(S_, k_, q_ + prim::descriptor_step(stage * sizeof(storage_.q[0])),
-                                  lse_ + prim::descriptor_step(stage * sizeof(storage_.lse[0])));
+    issue_scores<!kHooks.raw()>(S_, k_, q_ + prim::descriptor_step(stage * sizeof(storage_.q[0])),
+                                lse_ + prim::descriptor_step(stage * sizeof(storage_.lse[0])));
     next_query_.advance();
   }
 
@@ -170,12 +170,19 @@ class PairedSteps {
     if constexpr (kHooks.softcap) {
       variant_.cap(variant_params_, S_);
     }
-    if (tile_ < masked_before_ || (kMask == MaskKind::window && tile_ >= masked_from_)) {
-      mask_scores<kMask>(S_, key_tile_->mask, key_tile_->tile * Config::kTileK + warpgroup_ * 64,
-                         tile_ * kTileQ,
-                         kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
+    if (!kHooks.raw_score && is_masked()) {
+      mask_tile(S_, kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
     }
-    if constexpr (kHooks.softcap) {
+    if constexpr (kHooks.raw_score) {
+      float P[kScores];
+      variant_.weigh(variant_params_, place(), S_, P);
+      if (is_masked()) {
+        mask_tile(P, attn::kHiddenCapped);
+        mask_tile(S_, 0.0f);
+      }
+      scored_weights(P, S_, storage_.lse[query_stage()], variant_, variant_params_, place());
+      pack_fragment<kDType>(P_, P);
+    } else if constexpr (kHooks.softcap) {
       float P[kScores];
       capped_weights(P, S_, storage_.lse[query_stage()], variant_, variant_params_, place());
       pack_fragment<kDType>(P_, P);
@@ -195,9 +202,9 @@ class PairedSteps {
     }
   }
 
-  // Head dim 64 packs P with dS, softcap with P.
+  // Head dim 64 packs P with dS, softcap and its like with P.
   PANTILE_DEVICE void pack_P() {
-    if constexpr (!kHooks.softcap) {
+    if constexpr (!kHooks.raw()) {
       pack_fragment<kDType>(P_, S_);
     }
     if constexpr (kHooks.dropout) {
@@ -224,7 +231,7 @@ class PairedSteps {
         dS[r] = prim::pack<kDType>(score_gradient(at), score_gradient(at + 1));
       }
       prim::store_matrix_x4_transposed(to + k * 2048, dS[0], dS[1], dS[2], dS[3]);
-      if constexpr (kRowSplit && !kHooks.softcap) {
+      if constexpr (kRowSplit && !kHooks.raw()) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           P_[k][r] = prim::pack<kDType>(S_[8 * k + 2 * r], S_[8 * k + 2 * r + 1]);
@@ -315,7 +322,6 @@ class PairedSteps {
   PANTILE_DEVICE int warpgroup() const { return warpgroup_; }
   PANTILE_DEVICE bool first_lane() const { return lane_ == 0; }
   PANTILE_DEVICE PairedStorage<Config>& storage() { return storage_; }
-
   // Returns at once while a tile of keys is at work. ptxas does not hoist a wgmma wait above
   // exponentials that stand before this one.
   PANTILE_DEVICE void pin_exponentials() { wait_keys(); }
@@ -330,24 +336,8 @@ class PairedSteps {
   }
 
   PANTILE_DEVICE void store(const KeyTile& key_tile) {
-    const bool packed = params_.keys.cu_seqlens != nullptr;
-    const int key = key_tile.tile * Config::kTileK + warpgroup_ * 64;
-    const int first_key = key_tile.first_key;
-    const int keys = key_tile.mask.keys;
-    store_fragment<kDType>(
-        gradient_rows(params_.grad_v, params_.grad_v_layout, key_tile, packed, first_key),
-        params_.grad_v_layout.seq, dV_, kHooks.dropout ? variant_params_.keep_scale : 1.0f, key,
-        keys, params_.head_dim_v);
-    store_fragment<kDType>(
-        gradient_rows(params_.grad_k, params_.grad_k_layout, key_tile, packed, first_key),
-        params_.grad_k_layout.seq, dK_,
-        kHooks.dropout ? variant_params_.keep_scale * params_.scale : params_.scale, key, keys,
-        params_.head_dim);
-    const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
-    zero_unattended_keys<Config::kTileK, kThreads>(params_.grad_v, params_.grad_v_layout,
-                                                   params_.head_dim_v, key_tile, packed, thread);
-    zero_unattended_keys<Config::kTileK, kThreads>(params_.grad_k, params_.grad_k_layout,
-                                                   params_.head_dim, key_tile, packed, thread);
+    store_key_gradients<Config, kHooks.dropout>(params_, variant_params_, key_tile, warpgroup_, dK_,
+                                                dV_);
   }
 
  private:
@@ -378,6 +368,15 @@ class PairedSteps {
     return place_of<Config>(*key_tile_, tile_, warpgroup_);
   }
 
+  PANTILE_DEVICE bool is_masked() const {
+    return tile_ < masked_before_ || (kMask == MaskKind::window && tile_ >= masked_from_);
+  }
+
+  PANTILE_DEVICE void mask_tile(float (&scores)[kScores], float masked_score) const {
+    mask_scores<kMask>(scores, key_tile_->mask, key_tile_->tile * Config::kTileK + warpgroup_ * 64,
+                       tile_ * kTileQ, masked_score);
+  }
+
   // dS of register i.
   PANTILE_DEVICE float score_gradient(int i) {
     float dP = dP_[i];
@@ -397,6 +396,7 @@ class PairedSteps {
       store_slope_part(variant_params_, params_, *key_tile_, head_, 4 * warpgroup_ + warp_,
                        variant_.slope_sum());
     }
+    variant_.finish_head(variant_params_);
   }
 
   // A x B^T over the head dim, both k-major; `terms` are added if kTerms.

@@ -63,7 +63,8 @@ PANTILE_DEVICE void locate_keys(const ForwardParams& p, TileInfo& info) {
   info.clear_tail = p.zero_tail && info.keys < plan.visit.end * kTileKeys;
 }
 
-template <ForwardConfig kConfig, MaskKind kMask>
+// kAllMasked: the variant may hide pairs of any tile.
+template <ForwardConfig kConfig, MaskKind kMask, bool kAllMasked = false>
 class Loader {
  public:
   PANTILE_DEVICE Loader(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
@@ -167,6 +168,9 @@ class Loader {
       my_.has_claim = false;
       if (locate_rows<kConfig.tile_q()>(p_, work(), info)) {
         locate_keys<kConfig.tile_q(), kConfig.tile_k>(p_, info);
+        if constexpr (kAllMasked) {
+          info.full_begin = info.full_end = info.visit_begin;
+        }
         return true;
       }
     }

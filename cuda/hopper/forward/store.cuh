@@ -9,12 +9,12 @@
 
 namespace pantile::hopper {
 
-template <ForwardConfig kConfig, DType kDType, MaskKind kMask>
+template <ForwardConfig kConfig, DType kDType, MaskKind kMask, class Variant>
 class Storer {
  public:
   PANTILE_DEVICE Storer(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
-                        const ForwardParams& params)
-      : s_(storage), maps_(maps), p_(params) {}
+                        const ForwardParams& params, const attn::VariantParams& variant_params)
+      : s_(storage), maps_(maps), p_(params), variant_params_(variant_params) {}
 
   PANTILE_DEVICE void run() {
     const bool leader = prim::elect_one();
@@ -56,7 +56,7 @@ class Storer {
     }
     __syncwarp();
     if (s_.needs_repair[ring] != 0) {
-      repair<kConfig, kDType>(s_, p_, info, place);
+      repair<kConfig, kDType, Variant>(s_, p_, variant_params_, info, place);
       if (p_.output_f32) {
         repair_float32<kConfig, kDType>(s_, p_, info, place);
       }
@@ -111,6 +111,7 @@ class Storer {
   ForwardStorage<kConfig>& s_;
   const ForwardMaps& maps_;
   const ForwardParams& p_;
+  const attn::VariantParams& variant_params_;
 };
 
 }  // namespace pantile::hopper
