@@ -275,6 +275,13 @@ Status variant_rule(const BackwardProblem& problem) {
                          "softcap is %g; this kernel has the gradient of the %s without it only",
                          static_cast<double>(variant.softcap), gradient);
   }
+  // Sums in integers rest on a bound of dS: a weight times dP - delta, and no slope above 1.
+  if (problem.deterministic && variant.score != Expression::none &&
+      !expression::programs_of(variant.score).facts.is_affine) {
+    return Status::error(kUnsupported,
+                         "deterministic is true; with a score this kernel needs one that is s plus "
+                         "something without s for it");
+  }
   if (problem.wants_grad_captured != 0) {
     const Status status = captured_rule(problem);
     if (!status.ok()) {

@@ -44,6 +44,7 @@ PANTILE_DEVICE void capped_weights(float (&P)[kCount], float (&S)[kCount], const
     P[i] = fmaf(S[i], params.cap_log2, -lse_log2);
   }
   variant.add_terms(params, at, P);
+  variant.hide_raw(params, at, S, P);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     P[i] = prim::exp2_approx(P[i]);
