@@ -1,5 +1,8 @@
-"""Variants of attention (softcap, ALiBi, dropout, bias, sinks) beside plain attention and the
-peers that have the feature: FlexAttention (compiled), torch's cuDNN and FA2 attention.
+"""Variants of attention (softcap, ALiBi, dropout, bias, sinks, expressions) beside plain attention
+and the peers that have the feature: FlexAttention (compiled), torch's cuDNN and FA2 attention.
+
+An expression (`softcap expression`, `ALiBi expression`, `relative expression`) runs beside the hook
+written by hand that computes the same: `over_hook` is its time in units of that.
 
     python benchmarks/variants.py --out benchmarks/results/h200_variants.jsonl
 
@@ -26,12 +29,19 @@ from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 SHAPES = ((4, 4096), (1, 16384))  # batch, length
 HIDDEN = 2048
 SOFTCAP, DROPOUT = 50.0, 0.1
+RELATIVE = 512  # distances of the table of a relative expression
+EXPRESSION = " expression"
+DEFAULT_VARIANTS = (
+    "softcap,ALiBi,dropout,bias,sinks,softcap expression,ALiBi expression,relative expression"
+)
 PEERS = ("FlexAttention", "cuDNN (torch)", "FA2 (torch)")
 
 
 def tensors_of(variant: str, heads: int, length: int) -> dict[str, torch.Tensor]:
     """What the variant needs beside Q, K and V."""
-    if variant == "ALiBi":
+    if variant == "relative expression":
+        return {"table": torch.randn(heads, RELATIVE, device="cuda")}
+    if variant in ("ALiBi", "ALiBi expression"):
         slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, device="cuda") / heads)
         return {"alibi": slopes.float()}
     if variant == "bias":
@@ -41,7 +51,17 @@ def tensors_of(variant: str, heads: int, length: int) -> dict[str, torch.Tensor]
     return {}
 
 
+def score_of(variant: str, tensors: dict) -> pantile.Score:
+    if variant == "softcap expression":
+        return pantile.Score(f"{SOFTCAP} * tanh(s / {SOFTCAP})")
+    if variant == "ALiBi expression":  # under a causal mask i - j is the distance
+        return pantile.Score("s + slope[h] * (j - i)", slope=tensors["alibi"])
+    return pantile.Score(f"s + table[h, min(abs(i - j), {RELATIVE - 1})]", table=tensors["table"])
+
+
 def keywords_of(variant: str, tensors: dict) -> dict:
+    if variant.endswith(EXPRESSION):
+        return {"score": score_of(variant, tensors)}
     fixed = {"softcap": {"softcap": SOFTCAP}, "dropout": {"dropout": pantile.Dropout(DROPOUT)}}
     return {**tensors, **fixed.get(variant, {})}
 
@@ -52,7 +72,13 @@ def compiled_flex():
 
 
 def flex_score(variant: str, tensors: dict):
-    if variant == "softcap":
+    if variant == "relative expression":
+        table = tensors["table"]
+        return lambda s, b, h, i, j: s + table[h, (i - j).abs().clamp(max=RELATIVE - 1)]
+    if variant == "ALiBi expression":
+        slope = tensors["alibi"]
+        return lambda s, b, h, i, j: s + slope[h] * (j - i)
+    if variant in ("softcap", "softcap expression"):
         return lambda s, b, h, i, j: SOFTCAP * torch.tanh(s / SOFTCAP)
     if variant == "ALiBi":
         slopes = tensors["alibi"]
@@ -120,7 +146,11 @@ def error_of(o: torch.Tensor, inputs, causal: bool, variant: str, tensors: dict)
     rows = torch.arange(len(q) - 256, len(q), device=q.device)
     distance = rows[:, None] - torch.arange(len(k), device=q.device)
     s = q[rows] @ k.T * q.shape[-1] ** -0.5
-    if variant == "softcap":
+    if variant == "relative expression":
+        s = s + tensors["table"][0, distance.abs().clamp(max=RELATIVE - 1)]
+    elif variant == "ALiBi expression":
+        s = s - tensors["alibi"][0] * distance
+    elif variant in ("softcap", "softcap expression"):
         s = SOFTCAP * torch.tanh(s / SOFTCAP)
     elif variant == "ALiBi":
         s = s - tensors["alibi"][0] * distance.abs()
@@ -174,6 +204,18 @@ def line_of(variant: str, head_dim: int, batch: int, length: int, causal: bool, 
         running.append(contender("pantile", what, ours, leaves, grad_o))
     except (ValueError, NotImplementedError, RuntimeError) as error:
         absent["pantile"] = str(error).splitlines()[0]
+    hook = variant.removesuffix(EXPRESSION)
+    if variant.endswith(EXPRESSION) and hook in ("softcap", "ALiBi"):
+        by_hand = keywords_of(hook, tensors)
+        running.append(
+            contender(
+                "by hand",
+                what,
+                lambda: pantile.attention(*leaves, causal=causal, **by_hand),
+                leaves,
+                grad_o,
+            )
+        )
     for name in PEERS:
         found = peer_call(name, variant, causal, swapped, tensors)
         if isinstance(found, str):
@@ -188,6 +230,8 @@ def line_of(variant: str, head_dim: int, batch: int, length: int, causal: bool, 
     line["absent"] = absent
     best = min((c.median() for c in running if c.name in PEERS), default=None)
     own = line["ms"].get("pantile")
+    by_hand_ms = line["ms"].get("by hand")
+    line["over_hook"] = own and by_hand_ms and round(own / by_hand_ms, 3)
     line["over_plain"] = own and round(own / line["ms"]["plain"], 3)
     line["ahead_of_best_peer"] = own and best and round(best / own, 3)
     return line
@@ -196,7 +240,7 @@ def line_of(variant: str, head_dim: int, batch: int, length: int, causal: bool, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--variants", default="softcap,ALiBi,dropout,bias,sinks")
+    parser.add_argument("--variants", default=DEFAULT_VARIANTS)
     parser.add_argument("--passes", default="forward,backward")
     parser.add_argument("--head-dims", default="64,128")
     given = parser.parse_args()

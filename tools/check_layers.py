@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PUBLIC, CORE = "cpp/include/pantile/", "cpp/core/"
 FAMILY_PLANS = ["cuda/backend.h", "cuda/hopper/plan.h", "cuda/ampere/plan.h"]
 JIT = "cpp/jit/"
-HOST = [PUBLIC, CORE, JIT, "cpp/host/"]
+HOST = [PUBLIC, CORE, JIT, "cpp/host/", "cpp/expression/"]
 TILES = ["cuda/tile/", "cuda/prim/", CORE, PUBLIC]
 KERNELS = ["cuda/common/", "cuda/attn/", "cuda/driver.h", *TILES]
 
@@ -31,14 +31,15 @@ LAYERS = {
     "cpp/include/": [PUBLIC],
     "cpp/core/": [CORE],
     "cpp/host/": [*HOST, "cpp/cpu/backend.h", *FAMILY_PLANS],
-    "cpp/cpu/": [PUBLIC, CORE, "cpp/cpu/"],
+    "cpp/expression/": [PUBLIC, CORE, "cpp/expression/"],
+    "cpp/cpu/": [PUBLIC, CORE, "cpp/cpu/", "cpp/expression/"],
     "cpp/jit/": [PUBLIC, JIT],
     "cuda/prim/": ["cuda/prim/", CORE, f"{PUBLIC}dtype.h"],
     "cuda/tile/": TILES,
     "cuda/attn/": ["cuda/attn/", *TILES],
     "cuda/common/": KERNELS,
     "cuda/decode/": ["cuda/decode/", *KERNELS],
-    "cuda/hopper/": ["cuda/hopper/", "cuda/decode/", JIT, *KERNELS],
+    "cuda/hopper/": ["cuda/hopper/", "cuda/decode/", "cpp/expression/", JIT, *KERNELS],
     "cuda/ampere/": ["cuda/ampere/", "cuda/decode/", JIT, *KERNELS],
     "cuda/driver.": [PUBLIC],
     "cuda/backend.": [PUBLIC, "cuda/backend.h", "cuda/driver.h"],

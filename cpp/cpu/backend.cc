@@ -103,7 +103,8 @@ struct BackwardWorkspace {
   double* slope_sums;  // null unless wanted, and so the next
   double* sink_sums;
   std::int64_t slope_count, sink_count;
-  float* shared_grad_k;  // null unless ranges of keys may overlap
+  double* captured_sums;  // empty unless wanted
+  float* shared_grad_k;   // null unless ranges of keys may overlap
   float* shared_grad_v;
   std::int64_t shared_k_count, shared_v_count;
   void* scratch;
@@ -150,6 +151,7 @@ BackwardWorkspace backward_workspace(const BackwardPlan& plan, const BackwardJob
     parts.shared_grad_k = carver.take<float>(parts.shared_k_count);
     parts.shared_grad_v = carver.take<float>(parts.shared_v_count);
   }
+  parts.captured_sums = carver.take<double>(job.captured_parts * job.captured_elements);
   parts.workers = workers_for(problem, plan.device, job.key_order.count());
   parts.scratch_bytes = aligned(backward_scratch(job, nullptr).bytes);
   parts.scratch = carver.take<char>(static_cast<std::int64_t>(parts.scratch_bytes) * parts.workers);
@@ -176,6 +178,7 @@ void place_shared(const ForwardProblem& problem, const BackwardWorkspace& parts,
   job->finite = parts.finite;
   job->slope_sums = parts.slope_sums;
   job->sink_sums = parts.sink_sums;
+  job->captured_sums = parts.captured_sums;
   std::fill_n(parts.slope_sums, parts.slope_count, 0.0);
   std::fill_n(parts.sink_sums, parts.sink_count, 0.0);
   job->shared_grad_k = parts.shared_grad_k;
@@ -219,6 +222,24 @@ void write_sums(const BackwardProblem& problem, const BackwardJob& job) {
         total += sum(job.sink_sums + first * job.row_tiles, job.row_tiles);
       }
       sinks[head] = static_cast<float>(total);
+    }
+  }
+}
+
+// The gradients of captured tensors, from their parts in ascending order.
+void write_captured(const BackwardJob& job, const CapturedTensor* captured) {
+  for (int i = 0; i < kMaxCaptured; ++i) {
+    if (job.captured_begin[i] < 0) {
+      continue;
+    }
+    const double* from = job.captured_sums + job.captured_begin[i];
+    const std::int64_t count = captured_elements(captured[i]);
+    for (std::int64_t at = 0; at < count; ++at) {
+      double total = 0.0;
+      for (int part = 0; part < job.captured_parts; ++part) {
+        total += from[part * job.captured_elements + at];
+      }
+      job.variant_gradients.captured[i][at] = static_cast<float>(total);
     }
   }
 }
@@ -385,8 +406,13 @@ Status run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, vo
     status = run_items(job, kernels.bias_gradient, items, parts.workers, parts.scratch,
                        parts.scratch_bytes);
   }
+  if (status.ok() && job.captured_parts > 0) {
+    status = run_items(job, kernels.captured_gradient, job.captured_parts, parts.workers,
+                       parts.scratch, parts.scratch_bytes);
+  }
   if (status.ok()) {
     write_sums(plan.problem, job);
+    write_captured(job, tensors.forward.variant.score_captured);
   }
   return status;
 }

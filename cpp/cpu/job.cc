@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "expression/program.h"
+#include "pantile/expression.h"
 #include "pantile/quantize.h"
 
 namespace pantile::cpu {
@@ -33,10 +35,23 @@ Operand key_operand(const void* data, const Layout& layout, const ForwardProblem
   return keys;
 }
 
+ScoreJob score_job(const expression::Programs& programs, const CapturedTensor* captured) {
+  ScoreJob job;
+  job.exists = true;
+  job.value = programs.value.view();
+  job.value_and_slope = programs.value_and_slope.view();
+  job.gradients = programs.gradients.view();
+  job.addends = programs.addends.data();
+  job.addend_count = static_cast<int>(programs.addends.size());
+  job.captured = captured;
+  return job;
+}
+
 VariantJob variant_job(const ForwardProblem& problem, const VariantTensors& tensors) {
   const Variant& variant = problem.variant;
   VariantJob job;
-  job.any_score = variant.softcap > 0.0f || variant.has_alibi || variant.has_bias;
+  job.any_score = variant.softcap > 0.0f || variant.has_alibi || variant.has_bias ||
+                  variant.score != Expression::none;
   job.softcap = variant.softcap;
   job.slopes = tensors.alibi_slopes;
   job.slope_batch_stride = variant.alibi_by_batch ? problem.heads_q : 0;
@@ -60,6 +75,15 @@ VariantJob variant_job(const ForwardProblem& problem, const VariantTensors& tens
   job.mask.query_ids = tensors.query_ids;
   job.mask.key_ids = tensors.key_ids;
   job.mask.batch_keys = variant.mask_keys;
+  if (variant.mask_expression != Expression::none) {
+    job.mask_programs = &expression::programs_of(variant.mask_expression);
+    job.mask.program = job.mask_programs->value.view();
+    job.mask.captured = tensors.mask_captured;
+  }
+  if (variant.score != Expression::none) {
+    job.score_programs = &expression::programs_of(variant.score);
+    job.score = score_job(*job.score_programs, tensors.score_captured);
+  }
   job.batch_offset = static_cast<std::uint32_t>(variant.batch_offset);
   job.head_offset = static_cast<std::uint32_t>(variant.head_offset);
   job.query_offset = static_cast<std::uint32_t>(variant.query_offset);
@@ -134,6 +158,36 @@ void clear_tensor_outside(DType dtype, const Operand& operand, int heads, int di
   }
 }
 
+// Parts of the heads that sum gradients of captured tensors side by side, each in doubles of its
+// own: no more than 256 MB of them.
+int captured_parts(const BackwardProblem& problem) {
+  constexpr std::int64_t kMostElements = std::int64_t{1} << 25;
+  constexpr std::int64_t kMostParts = 8;
+  if (problem.wants_grad_captured == 0) {
+    return 0;
+  }
+  const std::int64_t heads = problem.forward.batch * problem.forward.heads_q;
+  const std::int64_t elements = core::max_of<std::int64_t>(problem.grad_captured_elements, 1);
+  return static_cast<int>(
+      core::clamp(kMostElements / elements, std::int64_t{1},
+                  core::max_of<std::int64_t>(core::min_of(heads, kMostParts), 1)));
+}
+
+void place_captured(const BackwardProblem& problem, const BackwardTensors& tensors,
+                    BackwardJob* job) {
+  job->captured_parts = captured_parts(problem);
+  job->captured_elements = problem.grad_captured_elements;
+  const int count = captured_count(problem.forward.variant.score);
+  const CapturedTensor* captured = tensors.forward.variant.score_captured;
+  std::int64_t begin = 0;
+  for (int i = 0; i < count && captured != nullptr; ++i) {
+    if ((problem.wants_grad_captured >> i & 1u) != 0) {
+      job->captured_begin[i] = begin;
+      begin += captured_elements(captured[i]);
+    }
+  }
+}
+
 }  // namespace
 
 ForwardJob forward_job(const ForwardPlan& plan, const ForwardTensors& tensors) {
@@ -184,6 +238,7 @@ BackwardJob backward_job(const BackwardPlan& plan, const BackwardTensors& tensor
     job.bias_rows = static_cast<int>(shape.queries);
     job.bias_keys = static_cast<int>(shape.keys);
   }
+  place_captured(plan.problem, tensors, &job);
   return job;
 }
 

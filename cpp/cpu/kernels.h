@@ -9,6 +9,7 @@
 #include "core/geometry.h"
 #include "core/sequence.h"
 #include "core/tile_order.h"
+#include "expression/instruction.h"
 #include "pantile/device.h"
 #include "pantile/dtype.h"
 #include "pantile/problem.h"
@@ -93,11 +94,24 @@ struct MaskJob {
   const std::int32_t* query_ids = nullptr;
   const std::int32_t* key_ids = nullptr;
   std::int64_t batch_keys = 0;
+  expression::Program program;  // of an expression
+  const CapturedTensor* captured = nullptr;
+};
+
+// A score of the user's own. The programs are empty without one.
+struct ScoreJob {
+  bool exists = false;
+  expression::Program value;
+  expression::Program value_and_slope;
+  expression::Program gradients;
+  const expression::Addend* addends = nullptr;
+  int addend_count = 0;
+  const CapturedTensor* captured = nullptr;
 };
 
 // What changes plain attention (pantile/variant.h).
 struct VariantJob {
-  bool any_score = false;         // softcap, ALiBi or bias
+  bool any_score = false;         // softcap, ALiBi, bias or an expression
   float softcap = 0.0f;           // 0: none
   const float* slopes = nullptr;  // of ALiBi, or null
   std::int64_t slope_batch_stride = 0;
@@ -109,6 +123,9 @@ struct VariantJob {
   core::PhiloxKey key{};
   std::uint32_t batch_offset = 0, head_offset = 0, query_offset = 0, key_offset = 0;
   MaskJob mask;
+  ScoreJob score;
+  const expression::Programs* score_programs = nullptr;  // these two: for the reference
+  const expression::Programs* mask_programs = nullptr;
 };
 
 // The parts that both passes share.
@@ -182,6 +199,12 @@ struct BackwardJob : Job {
   // Of the gradient of the bias, 1 along an axis that shares it; the last two are the lengths of
   // the longest sequence.
   int bias_batches = 0, bias_heads = 0, bias_rows = 0, bias_keys = 0;
+  // Of the gradients of captured tensors: sums of each part of the heads, [captured_parts]
+  // [captured_elements] in the workspace; and where a tensor's begin, -1 unless it is wanted.
+  double* captured_sums = nullptr;
+  int captured_parts = 0;
+  std::int64_t captured_elements = 0;
+  std::int64_t captured_begin[kMaxCaptured] = {-1, -1, -1, -1, -1, -1};
 };
 
 // The gradient of the bias has one work item for a tile of queries and keys of it. All queries that
@@ -336,6 +359,8 @@ struct BackwardScratch {
   float* grad_values;    // dV [item_keys][dim_v]
   float* grad_queries;   // dQ of a ragged row tile [kBackwardRows][dim]
   float* slopes;         // derivatives of the softcap [kBackwardRows][kBackwardKeys], with one
+  float* score_slopes;   // of the score of the user's own [kBackwardRows][kBackwardKeys], with one
+  float* score_inputs;   // what it is computed from, likewise, for gradients of captured tensors
   float* grad_bias;      // sums of a tile [kBackwardRows][kBackwardKeys], where they are wanted
   std::uint8_t* random;  // [kRandomBytes] with dropout
   std::uint8_t* shown;   // [kShownBytes], with a mask beside the window
@@ -364,6 +389,8 @@ PANTILE_HD BackwardScratch backward_scratch(const BackwardJob& job, void* base) 
   scratch.grad_values = carver.take<float>(job.item_keys * dim_v);
   scratch.grad_queries = carver.take<float>(kBackwardRows * dim);
   scratch.slopes = carver.take<float>(job.variant.softcap > 0.0f ? kScores : 0);
+  scratch.score_slopes = carver.take<float>(job.variant.score.exists ? kScores : 0);
+  scratch.score_inputs = carver.take<float>(job.captured_parts > 0 ? kScores : 0);
   scratch.grad_bias = carver.take<float>(job.wants_grad_bias ? kScores : 0);
   scratch.random = carver.take<std::uint8_t>(job.variant.dropped > 0 ? kRandomBytes : 0);
   scratch.shown =
@@ -382,6 +409,7 @@ struct KernelTable {
   void (*backward)(const BackwardJob& job, int item, void* scratch);  // of key_order
   // Items: [bias_batches][bias_heads][bias_row_tiles()][bias_key_tiles()].
   void (*bias_gradient)(const BackwardJob& job, int item, void* scratch);
+  void (*captured_gradient)(const BackwardJob& job, int item, void* scratch);  // captured_parts
   // Items: [heads_k][kSharedRows rows of total_k].
   void (*write_shared_keys)(const BackwardJob& job, int item, void*);
   void (*forward_fp8)(const Fp8ForwardJob& job, int item, void* scratch);

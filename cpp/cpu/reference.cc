@@ -4,6 +4,7 @@
 
 #include "core/low_bits.h"
 #include "cpu/convert.h"
+#include "expression/evaluate.h"
 
 namespace pantile::cpu {
 namespace {
@@ -84,8 +85,12 @@ double distance(const Query& at, int key) {
   return std::abs(static_cast<double>(at.row) + at.mask.shift() - key);
 }
 
-// What a variant makes of a scaled score.
-double changed_score(const VariantJob& variant, const Query& at, int key, double score) {
+expression::Place place_of(const Query& at, int key, double score) {
+  return expression::Place{score, at.batch, at.head, at.row, key};
+}
+
+// What a variant makes of a scaled score, but for a score of the user's own.
+double inner_score(const VariantJob& variant, const Query& at, int key, double score) {
   if (variant.softcap > 0.0f) {
     const auto cap = static_cast<double>(variant.softcap);
     score = cap * std::tanh(score / cap);
@@ -102,8 +107,17 @@ double changed_score(const VariantJob& variant, const Query& at, int key, double
   return score;
 }
 
+double changed_score(const VariantJob& variant, const Query& at, int key, double score) {
+  score = inner_score(variant, at, key, score);
+  return variant.score.exists
+             ? expression::evaluate(*variant.score_programs, variant.score.captured,
+                                    place_of(at, key, score))
+             : score;
+}
+
 // Whether the mask beside the window shows the pair.
-bool is_shown(const MaskJob& mask, const Query& at, int key) {
+bool is_shown(const VariantJob& variant, const Query& at, int key) {
+  const MaskJob& mask = variant.mask;
   const std::int64_t row = at.batch * mask.batch + at.head * mask.head;
   switch (mask.form) {
     case MaskForm::none: return true;
@@ -112,6 +126,9 @@ bool is_shown(const MaskJob& mask, const Query& at, int key) {
     case MaskForm::elements: return mask.bytes[row + at.row * mask.query + key] != 0;
     case MaskForm::documents:
       return mask.query_ids[row + at.row] == mask.key_ids[at.batch * mask.batch_keys + key];
+    case MaskForm::expression:
+      return expression::evaluate(*variant.mask_programs, mask.captured, place_of(at, key, 0.0)) !=
+             0.0;
   }
   return false;
 }
@@ -140,7 +157,7 @@ Softmax weigh_row(const Job& job, const Head& q, const Head& k, const Query& at,
                   double* weights) {
   Softmax softmax{-HUGE_VAL, -HUGE_VAL, 0.0, 0.0};
   for (int key = keys.begin; key < keys.end; ++key) {
-    if (!is_shown(job.variant.mask, at, key)) {
+    if (!is_shown(job.variant, at, key)) {
       weights[key - keys.begin] = -HUGE_VAL;
       continue;
     }
@@ -199,6 +216,22 @@ double softcap_slope(const VariantJob& variant, double scaled) {
   return 1.0 - t * t;
 }
 
+// The derivative of a score of the user's own at a scaled score; 1 without one. `ds` times its
+// other derivatives is added to the gradients of what it captures.
+double score_slope(const BackwardJob& job, const VariantSums& sums, const Query& at, int key,
+                   double scaled, double ds) {
+  const VariantJob& variant = job.variant;
+  if (!variant.score.exists) {
+    return 1.0;
+  }
+  const expression::Place place = place_of(at, key, inner_score(variant, at, key, scaled));
+  if (sums.captured != nullptr) {
+    expression::add_gradients(*variant.score_programs, variant.score.captured, place, ds,
+                              sums.captured);
+  }
+  return expression::evaluate_slope(*variant.score_programs, variant.score.captured, place);
+}
+
 // One query row: adds to dK and dV and writes dQ.
 void backward_row(const BackwardJob& job, const Query& at, core::Span keys,
                   const GradientSums& sums) {
@@ -215,7 +248,7 @@ void backward_row(const BackwardJob& job, const Query& at, core::Span keys,
   double delta = 0.0;
   for (int i = 0; i < keys.size(); ++i) {
     sums.weights[i] = softmax.sum == 0.0 ? 0.0 : sums.weights[i] / softmax.sum;
-    if (!is_shown(job.variant.mask, at, keys.begin + i)) {
+    if (!is_shown(job.variant, at, keys.begin + i)) {
       sums.weights[i] = sums.grad_scores[i] = 0.0;
       continue;
     }
@@ -231,14 +264,15 @@ void backward_row(const BackwardJob& job, const Query& at, core::Span keys,
   }
   for (int i = 0; i < keys.size(); ++i) {
     const int key = keys.begin + i;
-    if (!is_shown(job.variant.mask, at, key)) {
+    if (!is_shown(job.variant, at, key)) {
       continue;
     }
     const double change = sums.weights[i] * (sums.grad_scores[i] - delta);
-    add_to_variant(job, sums.variant, at, key, change);
     const double p = sums.weights[i] * kept_weight(job.variant, at, key);
     const double scaled = dot(q, row, k, key, job.dim) * static_cast<double>(job.scale);
-    const double ds = change * softcap_slope(job.variant, scaled) * static_cast<double>(job.scale);
+    const double inner = change * score_slope(job, sums.variant, at, key, scaled, change);
+    add_to_variant(job, sums.variant, at, key, inner);
+    const double ds = inner * softcap_slope(job.variant, scaled) * static_cast<double>(job.scale);
     sums.grad_scores[i] = ds;
     for (int d = 0; d < job.dim; ++d) {
       sums.grad_keys[static_cast<std::int64_t>(key) * job.dim + d] += ds * q.at(row, d);
@@ -251,7 +285,7 @@ void backward_row(const BackwardJob& job, const Query& at, core::Span keys,
   for (int d = 0; d < job.dim; ++d) {
     double sum = 0.0;
     for (int i = 0; i < keys.size(); ++i) {
-      if (is_shown(job.variant.mask, at, keys.begin + i)) {
+      if (is_shown(job.variant, at, keys.begin + i)) {
         sum += sums.grad_scores[i] * k.at(keys.begin + i, d);
       }
     }
@@ -287,7 +321,7 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
     for (int d = 0; d < job.dim_v; ++d) {
       double sum = 0.0;
       for (int i = 0; i < keys.size(); ++i) {
-        if (!is_shown(job.variant.mask, at, keys.begin + i)) {
+        if (!is_shown(job.variant, at, keys.begin + i)) {
           continue;
         }
         sum += scratch[i] * kept_weight(job.variant, at, keys.begin + i) * v.at(keys.begin + i, d);

@@ -21,6 +21,7 @@ struct VariantSums {
   double* slopes = nullptr;
   double* sinks = nullptr;
   double* bias = nullptr;
+  double* const* captured = nullptr;  // of each captured tensor, null where not wanted
 };
 
 // All gradients of one key/value head of one sequence and of the query heads it serves. O and LSE

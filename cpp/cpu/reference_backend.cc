@@ -51,8 +51,8 @@ namespace {
 
 // Elements of the gradients of the variant's tensors, 0 unless wanted.
 struct VariantSumCount {
-  std::int64_t slopes, sinks, bias;
-  std::int64_t all() const { return slopes + sinks + bias; }
+  std::int64_t slopes, sinks, bias, captured;
+  std::int64_t all() const { return slopes + sinks + bias + captured; }
 };
 
 VariantSumCount variant_sum_count(const BackwardProblem& problem) {
@@ -60,7 +60,8 @@ VariantSumCount variant_sum_count(const BackwardProblem& problem) {
   const std::int64_t planes = forward.variant.alibi_by_batch ? forward.batch : 1;
   return VariantSumCount{problem.wants_grad_alibi ? planes * forward.heads_q : 0,
                          problem.wants_grad_sinks ? forward.heads_q : 0,
-                         problem.wants_grad_bias ? bias_gradient_shape(forward).count() : 0};
+                         problem.wants_grad_bias ? bias_gradient_shape(forward).count() : 0,
+                         problem.wants_grad_captured != 0 ? problem.grad_captured_elements : 0};
 }
 
 // Elements of the sums of dK and dV where sequences may share keys, else 0.
@@ -121,10 +122,17 @@ Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tenso
   const std::int64_t shared_count = shared_sum_count(problem);
   std::fill_n(sums, count.all() + shared_count, 0.0);
   job.shared_sums = shared_count > 0 ? sums + count.all() : nullptr;
+  double* captured_sums[kMaxCaptured] = {};
+  for (int i = 0; i < kMaxCaptured; ++i) {
+    if (job.captured_begin[i] >= 0) {
+      captured_sums[i] = sums + count.slopes + count.sinks + count.bias + job.captured_begin[i];
+    }
+  }
   const ReferenceJob shared{
       &job,
       {count.slopes > 0 ? sums : nullptr, count.sinks > 0 ? sums + count.slopes : nullptr,
-       count.bias > 0 ? sums + count.slopes + count.sinks : nullptr}};
+       count.bias > 0 ? sums + count.slopes + count.sinks : nullptr,
+       count.captured > 0 ? captured_sums : nullptr}};
   const auto head = [](const ReferenceJob& j, int item, void* scratch) {
     const core::Heads& heads = j.job->heads;
     reference_backward_head(*j.job, item / heads.heads_k, item % heads.heads_k,
@@ -139,6 +147,12 @@ Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tenso
     write_floats(sums, count.slopes, tensors.variant.alibi_slopes);
     write_floats(sums + count.slopes, count.sinks, tensors.variant.sinks);
     write_floats(sums + count.slopes + count.sinks, count.bias, tensors.variant.bias);
+    for (int i = 0; i < kMaxCaptured; ++i) {
+      if (captured_sums[i] != nullptr) {
+        write_floats(captured_sums[i], captured_elements(tensors.forward.variant.score_captured[i]),
+                     tensors.variant.captured[i]);
+      }
+    }
   }
   return status;
 }

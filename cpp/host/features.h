@@ -31,7 +31,16 @@ constexpr FeatureSet with_variants(FeatureSet set) {
       .with(Feature::dropout);
 }
 constexpr FeatureSet with_masks(FeatureSet set) {
-  return set.with(Feature::block_mask).with(Feature::element_mask).with(Feature::documents);
+  return set.with(Feature::block_mask)
+      .with(Feature::element_mask)
+      .with(Feature::documents)
+      .with(Feature::mask_expression);
+}
+constexpr FeatureSet with_score(FeatureSet set) {
+  return set.with(Feature::score);
+}
+constexpr FeatureSet with_score_gradients(FeatureSet set) {
+  return with_score(set).with(Feature::grad_captured);
 }
 constexpr FeatureSet with_variant_gradients(FeatureSet set) {
   return with_variants(set)
@@ -46,10 +55,13 @@ constexpr FeatureSet with_ranges(FeatureSet set) {
 // On a GPU sinks are in every such kernel, and the others are hooks of kernels that are compiled at
 // run time.
 inline constexpr FeatureSet forward_sinks = forward_16bit.with(Feature::sinks);
-inline constexpr FeatureSet forward_hooks = with_masks(with_variants(forward_16bit));
+inline constexpr FeatureSet forward_hooks =
+    with_score(with_masks(with_variants(forward_16bit))).with(Feature::mask_expression);
 inline constexpr FeatureSet backward_sinks =
     backward_16bit.with(Feature::sinks).with(Feature::grad_sinks);
-inline constexpr FeatureSet backward_hooks = with_masks(with_variant_gradients(backward_16bit));
+inline constexpr FeatureSet backward_hooks =
+    with_score_gradients(with_masks(with_variant_gradients(backward_16bit)))
+        .with(Feature::mask_expression);
 // Ampere has no hook for a bias.
 inline constexpr FeatureSet forward_ampere =
     forward_sinks.with(Feature::softcap).with(Feature::alibi).with(Feature::dropout);

@@ -61,11 +61,12 @@ constexpr KernelInfo cpu_info(const char* name, Backend backend, Pass pass, DTyp
           true,
           feature_sets::with_ranges(feature_sets::with_masks(
               pass == Pass::forward
-                  ? feature_sets::with_variants(f32 ? feature_sets::forward_f32
-                                                    : feature_sets::forward_16bit)
+                  ? feature_sets::with_score(
+                        feature_sets::with_variants(f32 ? feature_sets::forward_f32
+                                                        : feature_sets::forward_16bit))
                         .with(Feature::paged)
-                  : feature_sets::with_variant_gradients(f32 ? feature_sets::backward_f32
-                                                             : feature_sets::backward_16bit)))};
+                  : feature_sets::with_score_gradients(feature_sets::with_variant_gradients(
+                        f32 ? feature_sets::backward_f32 : feature_sets::backward_16bit))))};
 }
 
 constexpr ForwardRow cpu_forward(const char* name, DType dtype) {

@@ -3,8 +3,10 @@
 #include <cmath>
 #include <cstdint>
 
+#include "expression/graph.h"
 #include "host/rules.h"
 #include "host/shape.h"
+#include "pantile/expression.h"
 
 namespace pantile::host {
 namespace {
@@ -94,11 +96,13 @@ Status dropout_rule(const ForwardProblem& p) {
 
 Status mask_rule(const ForwardProblem& p) {
   const Variant& v = p.variant;
-  if (v.has_block_mask + v.has_element_mask + v.has_documents > 1) {
+  const int has_expression = v.mask_expression != Expression::none ? 1 : 0;
+  if (v.has_block_mask + v.has_element_mask + v.has_documents + has_expression > 1) {
     return Status::error(kInvalid,
-                         "has_block_mask is %d, has_element_mask %d and has_documents %d; at most "
-                         "one must be true",
-                         v.has_block_mask, v.has_element_mask, v.has_documents);
+                         "has_block_mask is %d, has_element_mask %d, has_documents %d and "
+                         "mask_expression is %s; at most one may be there",
+                         v.has_block_mask, v.has_element_mask, v.has_documents,
+                         has_expression != 0 ? "set" : "none");
   }
   if (v.has_block_mask ? v.mask_block_size != 64 && v.mask_block_size != 128
                        : v.mask_block_size != 0) {
@@ -114,6 +118,51 @@ Status mask_rule(const ForwardProblem& p) {
       stride_rule("mask", "query", v.mask.query, p.seqlen_q),
       stride_rule("mask_keys", "batch", v.mask_keys, p.batch),
   });
+}
+
+Status expression_rule(const char* name, Expression expression, ExpressionKind kind) {
+  if (expression != Expression::none && !expression::is_known(expression, kind)) {
+    return Status::error(
+        kInvalid, "%s is %d; it must be what parse_expression() gave for a %s, or none", name,
+        static_cast<int>(expression), kind == ExpressionKind::score ? "score" : "mask");
+  }
+  return Status();
+}
+
+bool is_real(CapturedDType dtype) {
+  return dtype != CapturedDType::i32 && dtype != CapturedDType::boolean;
+}
+
+Status captured_rule(const BackwardProblem& p) {
+  const Expression score = p.forward.variant.score;
+  const int count = captured_count(score);
+  if (p.wants_grad_captured >> count != 0) {
+    return Status::error(kInvalid,
+                         "wants_grad_captured is %#x; the score captures %d tensors, and there is "
+                         "no bit for others",
+                         static_cast<unsigned>(p.wants_grad_captured), count);
+  }
+  for (int i = 0; i < count; ++i) {
+    const expression::Captured& tensor =
+        expression::function_of(score).graph.captured()[static_cast<std::size_t>(i)];
+    if ((p.wants_grad_captured >> i & 1u) != 0 && !is_real(tensor.dtype)) {
+      return Status::error(
+          kInvalid,
+          "wants_grad_captured asks for that of tensor %d, which holds integers or "
+          "conditions and has none",
+          i);
+    }
+  }
+  if (p.grad_captured_elements < 0 ||
+      (p.grad_captured_elements > 0) != (p.wants_grad_captured != 0)) {
+    return Status::error(kInvalid,
+                         "grad_captured_elements is %" PRId64
+                         "; it must be the number of elements of the tensors whose gradients are "
+                         "wanted, %s",
+                         p.grad_captured_elements,
+                         p.wants_grad_captured != 0 ? "more than 0" : "0 without any");
+  }
+  return Status();
 }
 
 Status wanted_rule(const char* gradient, bool wanted, const char* tensor, bool has) {
@@ -145,6 +194,30 @@ Status array_pointer(const char* name, const void* pointer, bool wanted, const c
   return status.ok() ? aligned_to(name, pointer, align) : status;
 }
 
+Status captured_pointers(const char* name, Expression expression, const CapturedTensor* tensors) {
+  const int count = captured_count(expression);
+  if (count > 0 && tensors == nullptr) {
+    return Status::error(kInvalid, "%s is null; it must hold the %d tensors of the expression",
+                         name, count);
+  }
+  for (int i = 0; i < count; ++i) {
+    const expression::Captured& captured =
+        expression::function_of(expression).graph.captured()[static_cast<std::size_t>(i)];
+    for (int axis = 0; axis < kMaxCapturedAxes; ++axis) {
+      const std::int64_t size = tensors[i].size[axis];
+      if (size < 1 || size > std::int64_t{1} << 31 || (axis >= captured.axes && size != 1)) {
+        return Status::error(
+            kInvalid, "%s, tensor %d: its size along axis %d is %" PRId64 "; it must be %s", name,
+            i, axis, size, axis >= captured.axes ? "1 behind its last axis" : "1 to 2^31");
+      }
+    }
+    if (tensors[i].data == nullptr) {
+      return Status::error(kInvalid, "%s, tensor %d: its address is null", name, i);
+    }
+  }
+  return Status();
+}
+
 Status mask_pointers(const ForwardProblem& p, const VariantTensors& t) {
   const Variant& v = p.variant;
   const bool no_pairs = pairs_are_empty(p);
@@ -161,8 +234,17 @@ Status mask_pointers(const ForwardProblem& p, const VariantTensors& t) {
 }  // namespace
 
 Status variant_rule(const ForwardProblem& p) {
-  return first_error({softcap_rule(p.variant), alibi_rule(p.variant), bias_rule(p), dropout_rule(p),
-                      mask_rule(p)});
+  const int captured = captured_count(p.variant.score) + captured_count(p.variant.mask_expression);
+  if (captured > kMaxCaptured) {
+    return Status::error(
+        kInvalid, "score and mask_expression capture %d tensors; together they may capture %d",
+        captured, kMaxCaptured);
+  }
+  return first_error(
+      {softcap_rule(p.variant), alibi_rule(p.variant), bias_rule(p), dropout_rule(p),
+       expression_rule("score", p.variant.score, ExpressionKind::score),
+       expression_rule("mask_expression", p.variant.mask_expression, ExpressionKind::mask),
+       mask_rule(p)});
 }
 
 Status variant_gradients_rule(const BackwardProblem& p) {
@@ -171,6 +253,7 @@ Status variant_gradients_rule(const BackwardProblem& p) {
       wanted_rule("wants_grad_alibi", p.wants_grad_alibi, "has_alibi", v.has_alibi),
       wanted_rule("wants_grad_sinks", p.wants_grad_sinks, "has_sinks", v.has_sinks),
       wanted_rule("wants_grad_bias", p.wants_grad_bias, "has_bias", v.has_bias),
+      captured_rule(p),
   });
 }
 
@@ -186,6 +269,8 @@ Status variant_pointers(const ForwardProblem& p, const VariantTensors& t) {
                     v.has_bias ? v.bias.base_align_bytes : 1),
       aligned_to("dropout_seed", t.dropout_seed, sizeof(std::int64_t)),
       mask_pointers(p, t),
+      captured_pointers("score_captured", v.score, t.score_captured),
+      captured_pointers("mask_captured", v.mask_expression, t.mask_captured),
   });
   if (!status.ok()) {
     return status;
@@ -203,6 +288,18 @@ Status variant_gradient_pointers(const BackwardProblem& p, const VariantGradient
   const bool no_heads = f.heads_q == 0;
   const bool no_slopes = no_heads || (f.variant.alibi_by_batch && f.batch == 0);
   constexpr int kFloat = sizeof(float);
+  if (p.wants_grad_captured != 0 && g.captured == nullptr) {
+    return Status::error(kInvalid, "grad_captured is null; wants_grad_captured is %#x",
+                         static_cast<unsigned>(p.wants_grad_captured));
+  }
+  for (int i = 0; i < kMaxCaptured && p.wants_grad_captured != 0; ++i) {
+    const bool wanted = (p.wants_grad_captured >> i & 1u) != 0;
+    const Status status = array_pointer("grad_captured", wanted ? g.captured[i] : nullptr, wanted,
+                                        "wants_grad_captured", false, kFloat);
+    if (!status.ok()) {
+      return status;
+    }
+  }
   return first_error({
       array_pointer("grad_alibi_slopes", g.alibi_slopes, p.wants_grad_alibi, "wants_grad_alibi",
                     no_slopes, kFloat),

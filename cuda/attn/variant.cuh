@@ -7,6 +7,7 @@
 //                         the thread's first column. Loads, random bytes.
 //   score(S)              changes the scores, in place
 //   logits(unit)          makes exponents of them; an additive variant folds its term in here
+//   visible(place)        of one pair, where score() hides some: for rare repairs
 //   drop(P)               zeroes the weights that dropout removes, after their sums were taken
 //
 // Scores count in units of `params.unit` base-2 logits: scale * log2(e) for raw scores, and
@@ -17,6 +18,7 @@
 #include <cstdint>
 
 #include "attn/dropout.cuh"
+#include "attn/expression.cuh"
 #include "attn/variant_params.h"
 #include "core/dropout.h"
 #include "core/integer.h"
@@ -84,6 +86,7 @@ struct NoVariant {
   static constexpr bool kAny = false;    // some hook is not empty
   static constexpr bool kAdds = false;   // logits() are sloped
   static constexpr bool kDrops = false;  // drop()
+  static constexpr bool kMasks = false;  // score() hides pairs, and visible() says which
 
   PANTILE_DEVICE void begin(const VariantParams&, const FragmentPlace&) {}
   PANTILE_DEVICE void fetch(const VariantParams&, int) {}
@@ -314,6 +317,7 @@ template <class A, class B>
 struct Both : SomeVariant {
   static constexpr bool kAdds = A::kAdds || B::kAdds;
   static constexpr bool kDrops = A::kDrops || B::kDrops;
+  static constexpr bool kMasks = A::kMasks || B::kMasks;
   static_assert(!(A::kAdds && B::kAdds));
 
   A a;
@@ -343,6 +347,16 @@ struct Both : SomeVariant {
   PANTILE_DEVICE void drop(std::uint32_t (&P)[kSteps][4]) const {
     a.drop(P);
     b.drop(P);
+  }
+  static PANTILE_DEVICE bool visible(const VariantParams& p, int batch, int head, int row,
+                                     int key) {
+    if constexpr (A::kMasks && B::kMasks) {
+      return A::visible(p, batch, head, row, key) && B::visible(p, batch, head, row, key);
+    } else if constexpr (A::kMasks) {
+      return A::visible(p, batch, head, row, key);
+    } else {
+      return B::visible(p, batch, head, row, key);
+    }
   }
 };
 

@@ -10,6 +10,10 @@
 //                   dK are multiplied by keep_scale in the end, and d is delta divided by it
 //   ALiBi's slopes  the sum of dS times the distance, over a tile of keys and all rows of a head
 //   bias            dS, added to fp32 in global memory
+//   expressions     s + something: an additive term. Others: as a softcap, with its value and
+//   slope.
+//                   A mask hides pairs after that. Gradients of captured tensors come from dS, so
+//                   that only additive ones have them
 #pragma once
 
 #include <cstdint>
@@ -34,10 +38,21 @@ struct GradHooks {
   bool grad_alibi = false;
   bool grad_bias = false;
   bool lists = false;  // a mask beside the window: the walk is over lists of tiles
+  // Expressions: structs of UserHooks<user>. raw_score: not s + something.
+  int user = 0;
+  bool score = false;
+  bool raw_score = false;
+  bool bounded_slopes = false;  // these are finite wherever scores are
+  bool mask = false;
+  bool grad_captured = false;
 
-  constexpr bool any() const { return softcap || alibi || bias || dropout || lists; }
-  constexpr bool adds() const { return alibi || bias; }
-  constexpr bool grads() const { return grad_alibi || grad_bias; }
+  constexpr bool any() const {
+    return softcap || alibi || bias || dropout || score || mask || lists;
+  }
+  constexpr bool adds() const { return alibi || bias || (!raw() && (score || mask)); }
+  constexpr bool grads() const { return grad_alibi || grad_bias || grad_captured; }
+  // S is raw, without the row term of LSE.
+  constexpr bool raw() const { return softcap || raw_score; }
 };
 
 // A hidden score behind Softcap: P vanishes, and P times the slope is still 0 and not NaN.
@@ -61,6 +76,8 @@ class GradVariant {
  public:
   static constexpr int kCount = kQueries / 2;
   static constexpr int kSlices = kQueries / 16;  // of 16 queries
+  // Slopes are finite, so that a weight of 0 times one is 0.
+  static constexpr bool kBoundedSlopes = kHooks.bounded_slopes;
 
   PANTILE_DEVICE void begin_head(const VariantParams& p, int batch, int head) {
     if constexpr (kHooks.alibi) {
@@ -75,6 +92,12 @@ class GradVariant {
     }
     if constexpr (kHooks.bias) {
       bias_ = batch * p.bias_batch + head * p.bias_head;
+    }
+    if constexpr (kHooks.score) {
+      user_score_.begin(p, batch, head);
+    }
+    if constexpr (kHooks.mask) {
+      user_mask_.begin(p, batch, head);
     }
     if constexpr (kHooks.grad_bias) {
       grad_bias_ = batch * p.grad_bias_batch + head * p.grad_bias_head;
@@ -118,6 +141,27 @@ class GradVariant {
     }
     if constexpr (kHooks.bias) {
       add_bias(p, at, logits);
+    }
+    if constexpr (kHooks.score && !kHooks.raw_score) {
+      user_score_.add(p, at, logits);
+    }
+    if constexpr (kHooks.mask && !kHooks.raw()) {
+      user_mask_.hide(p, at, logits, -core::kInfinity);
+    }
+  }
+
+  // A score that is not additive: raw scores become its slopes, and `values` its values.
+  PANTILE_DEVICE void weigh(const VariantParams& p, const TransposedPlace& at, float (&S)[kCount],
+                            float (&values)[kCount]) const {
+    user_score_.weigh(p, at, S, values);
+  }
+
+  // What a mask hides behind a function whose slopes stand in S.
+  PANTILE_DEVICE void hide_raw(const VariantParams& p, const TransposedPlace& at,
+                               float (&S)[kCount], float (&values)[kCount]) const {
+    if constexpr (kHooks.mask) {
+      user_mask_.hide(p, at, values, kHiddenCapped);
+      user_mask_.hide(p, at, S, 0.0f);
     }
   }
 
@@ -167,6 +211,16 @@ class GradVariant {
         prim::global_add(first + column_of(e) * p.grad_bias_query + 8 * key_of(e),
                          dS * p.keep_scale);
       }
+    }
+    if constexpr (kHooks.grad_captured) {
+      user_score_.note(p, at, e, dS);
+    }
+  }
+
+  // All rows of a head are done.
+  PANTILE_DEVICE void finish_head(const VariantParams& p) {
+    if constexpr (kHooks.grad_captured) {
+      user_score_.finish(p);
     }
   }
 
@@ -247,6 +301,8 @@ class GradVariant {
   std::int64_t bias_, grad_bias_;  // of the head, in elements
   std::uint32_t kept_[kSlices][2];
   TransposedPlace noted_;
+  typename UserHooks<kHooks.user>::Score user_score_;
+  typename UserHooks<kHooks.user>::Mask user_mask_;
 };
 
 }  // namespace pantile::attn

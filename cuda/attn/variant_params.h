@@ -4,8 +4,16 @@
 #include <cstdint>
 
 #include "attn/tile_mask.h"
+#include "pantile/variant.h"
 
 namespace pantile::attn {
+
+// A tensor that an expression captures. Distances in elements.
+struct CapturedParams {
+  const void* data;
+  std::int64_t stride[kMaxCapturedAxes];
+  int last[kMaxCapturedAxes];  // index along each axis
+};
 
 // One struct for all variants; a kernel reads what its own needs. Distances in elements.
 struct VariantParams {
@@ -42,6 +50,12 @@ struct VariantParams {
   std::int64_t key_tile_count;
   float* grad_bias;
   std::int64_t grad_bias_batch, grad_bias_head, grad_bias_query;
+
+  // Of expressions: natural logits in a unit of the scores that they are computed from; what the
+  // score captures, then what the mask does; and the gradients of the first, zero before.
+  float score_unit;
+  CapturedParams captured[kMaxCaptured];
+  float* grad_captured[kMaxCaptured];
 };
 
 }  // namespace pantile::attn

@@ -4,6 +4,7 @@
 
 #include "core/dropout.h"
 #include "core/softmax_state.h"
+#include "expression/print.h"
 #include "hopper/backward/config.h"
 #include "hopper/forward/config.h"
 #include "hopper/mask.h"
@@ -72,6 +73,12 @@ std::string forward_type(const KernelInfo& row, const VariantHooks& hooks) {
     // Causal rows see no key behind their position.
     add(std::string("attn::Alibi<") + text_of(row.mask != MaskKind::causal) + ", kTileK>");
   }
+  if (hooks.score != Expression::none) {
+    add("attn::UserScore");
+  }
+  if (hooks.mask != Expression::none) {
+    add("attn::UserMask");
+  }
   if (hooks.dropout) {
     add("attn::Dropout<kTileK>");
   }
@@ -105,7 +112,44 @@ std::string grad_hooks(const KernelInfo& row, const VariantHooks& hooks) {
   add(hooks.grad_alibi, "grad_alibi = true");
   add(hooks.grad_bias, "grad_bias = true");
   add(hooks.mask_forms != 0, "lists = true");
+  add(hooks.has_expressions(), "user = 1");
+  if (hooks.score != Expression::none) {
+    const expression::Facts& facts = expression::programs_of(hooks.score).facts;
+    add(true, "score = true");
+    add(!facts.is_affine, "raw_score = true");
+    add(facts.has_bounded_slope, "bounded_slopes = true");
+  }
+  add(hooks.mask != Expression::none, "mask = true");
+  add(hooks.grad_captured != 0, "grad_captured = true");
   return text;
+}
+
+// The structs of the expressions, in attn.
+std::string expression_text(const KernelInfo& row, const VariantHooks& hooks, bool backward) {
+  if (!hooks.has_expressions()) {
+    return std::string();
+  }
+  const bool exact = needs_exact_softcap(row.dtype);
+  std::string text = "namespace pantile::attn {\n";
+  std::string names;
+  if (hooks.score != Expression::none) {
+    const expression::Function& score = expression::function_of(hooks.score);
+    text += backward ? expression::print_backward_score(score, exact, hooks.grad_captured)
+                     : expression::print_forward_score(score, exact);
+  }
+  if (hooks.mask != Expression::none) {
+    const expression::Function& mask = expression::function_of(hooks.mask);
+    const int first = captured_count(hooks.score);
+    text += backward ? expression::print_backward_mask(mask, first)
+                     : expression::print_forward_mask(mask, first);
+  }
+  if (backward) {
+    text += std::string("template <>\nstruct UserHooks<1> {\n") + "  using Score = " +
+            (hooks.score != Expression::none ? "UserScore" : "UserHooks<0>::Score") +
+            ";\n  using Mask = " +
+            (hooks.mask != Expression::none ? "UserMask" : "UserHooks<0>::Mask") + ";\n};\n";
+  }
+  return text + "}  // namespace pantile::attn\n";
 }
 
 constexpr const char* kVariantEntry = "pantile_variant";
@@ -132,6 +176,8 @@ VariantHooks variant_hooks(const ForwardProblem& problem) {
   hooks.dropout = variant.dropout > 0;
   hooks.mask_forms = mask_forms(variant);
   hooks.mask_clauses = has_clauses(variant);
+  hooks.score = variant.score;
+  hooks.mask = variant.mask_expression;
   return hooks;
 }
 
@@ -139,6 +185,7 @@ VariantHooks variant_hooks(const BackwardProblem& problem) {
   VariantHooks hooks = variant_hooks(problem.forward);
   hooks.grad_alibi = problem.wants_grad_alibi;
   hooks.grad_bias = problem.wants_grad_bias;
+  hooks.grad_captured = problem.wants_grad_captured;
   return hooks;
 }
 
@@ -155,8 +202,11 @@ std::string variant_name(const VariantHooks& hooks) {
                {(hooks.mask_forms & attn::kDocumentsBit) != 0, "documents"},
                {(hooks.mask_forms & attn::kPrefixBit) != 0, "prefix"},
                {hooks.mask_clauses, "clauses"},
+               {hooks.score != Expression::none, "score"},
+               {hooks.mask != Expression::none, "mask"},
                {hooks.grad_alibi, "grad_alibi"},
-               {hooks.grad_bias, "grad_bias"}};
+               {hooks.grad_bias, "grad_bias"},
+               {hooks.grad_captured != 0, "grad_captured"}};
   std::string name;
   for (const auto& part : parts) {
     if (part.on) {
@@ -165,6 +215,44 @@ std::string variant_name(const VariantHooks& hooks) {
   }
   return name;
 }
+
+namespace {
+
+// What of the scores before an expression the hooks do not compute.
+Status score_rule(const Variant& variant) {
+  if (variant.score == Expression::none) {
+    return Status();
+  }
+  const bool natural = !expression::programs_of(variant.score).facts.is_affine;
+  const char* const other = variant.softcap > 0.0f        ? "softcap"
+                            : variant.has_alibi           ? "alibi"
+                            : variant.has_bias && natural ? "bias"
+                                                          : nullptr;
+  if (other != nullptr) {
+    return Status::error(
+        kUnsupported,
+        "%s and score are given; this kernel computes one of them: write the %s in "
+        "the expression",
+        other, other);
+  }
+  return Status();
+}
+
+Status captured_rule(const BackwardProblem& problem) {
+  if (problem.deterministic) {
+    return Status::error(kUnsupported,
+                         "deterministic is true; this kernel adds gradients of captured tensors in "
+                         "any order");
+  }
+  if (!expression::programs_of(problem.forward.variant.score).facts.is_affine) {
+    return Status::error(kUnsupported,
+                         "this kernel has gradients of captured tensors where the score is s plus "
+                         "something without s");
+  }
+  return Status();
+}
+
+}  // namespace
 
 Status variant_rule(const ForwardProblem& problem) {
   const Variant& variant = problem.variant;
@@ -175,11 +263,27 @@ Status variant_rule(const ForwardProblem& problem) {
                          "; this kernel needs multiples of 16",
                          variant.query_offset, variant.key_offset);
   }
-  return Status();
+  return score_rule(variant);
+}
+
+bool needs_other_shape(const VariantHooks& hooks, int kernel_head_dim) {
+  const bool large =
+      hooks.mask != Expression::none || hooks.mask_forms != 0 ||
+      (hooks.score != Expression::none && expression::programs_of(hooks.score).facts.is_large);
+  return kernel_head_dim <= 64 && (hooks.dropout || hooks.bias != BiasForm::none || large);
+}
+
+bool takes_raw_scores(const Variant& variant) {
+  return variant.softcap > 0.0f || (variant.score != Expression::none &&
+                                    !expression::programs_of(variant.score).facts.is_affine);
 }
 
 Status variant_rule(const BackwardProblem& problem) {
   const Variant& variant = problem.forward.variant;
+  const Status forward = score_rule(variant);
+  if (!forward.ok()) {
+    return forward;
+  }
   const char* const gradient = problem.wants_grad_alibi  ? "ALiBi slopes"
                                : problem.wants_grad_bias ? "bias"
                                                          : nullptr;
@@ -191,6 +295,19 @@ Status variant_rule(const BackwardProblem& problem) {
   if (problem.deterministic && mask_forms(variant) != 0) {
     return Status::error(kUnsupported,
                          "deterministic is true; this kernel has that without a mask only");
+  }
+  // Sums in integers rest on a bound of dS: a weight times dP - delta, and no slope above 1.
+  if (problem.deterministic && variant.score != Expression::none &&
+      !expression::programs_of(variant.score).facts.is_affine) {
+    return Status::error(kUnsupported,
+                         "deterministic is true; with a score this kernel needs one that is s plus "
+                         "something without s for it");
+  }
+  if (problem.wants_grad_captured != 0) {
+    const Status status = captured_rule(problem);
+    if (!status.ok()) {
+      return status;
+    }
   }
   if (problem.wants_grad_bias && problem.deterministic && is_shared(problem.forward)) {
     return Status::error(kUnsupported,
@@ -229,8 +346,8 @@ jit::Request variant_request(const ForwardPlan& plan) {
   const bool main = plan.tile_q == shapes.main.tile_q() && plan.tile_k == shapes.main.tile_k;
   jit::Request request = request_of(row, hooks);
   request.source =
-      std::string("#include \"hopper/forward/kernel.cuh\"\n") + kOpening +
-      "using Shape = ForwardVariant<" + std::to_string(row.head_dim) + ", " +
+      std::string("#include \"hopper/forward/kernel.cuh\"\n") + expression_text(row, hooks, false) +
+      kOpening + "using Shape = ForwardVariant<" + std::to_string(row.head_dim) + ", " +
       std::to_string(row.head_dim_v) + ", MaskKind::" + mask_kind_name(row.mask) + ", " +
       text_of(!main) + ">;\n" + "constexpr DType kDType = DType::" + dtype_name(row.dtype) + ";\n" +
       "[[maybe_unused]] constexpr int kTileK = Shape::kConfig.tile_k;\n" +
@@ -253,7 +370,8 @@ jit::Request variant_request(const BackwardPlan& plan) {
   request.name += std::string(" ") + sum;
   request.source =
       std::string("#include \"hopper/backward/kernel_") + (paired ? "paired" : "pipeline") +
-      ".cuh\"\n" + kOpening + "constexpr DType kDType = DType::" + dtype_name(row.dtype) + ";\n" +
+      ".cuh\"\n" + expression_text(row, hooks, true) + kOpening +
+      "constexpr DType kDType = DType::" + dtype_name(row.dtype) + ";\n" +
       "constexpr SumKind kSum = SumKind::" + sum + ";\n" +
       "using Config = BackwardConfig<kDType, " + std::to_string(row.head_dim) + ", " +
       std::to_string(row.head_dim_v) + ", kSum>;\n" + "constexpr attn::GradHooks kHooks{" +
@@ -267,6 +385,37 @@ jit::Request variant_request(const BackwardPlan& plan) {
       ">(maps, params, variant);\n" + "}\n" + kClosing;
   return request;
 }
+
+namespace {
+
+// What an expression makes of the units of scores, and what it captures.
+void add_expressions(const Variant& variant, float scale, const VariantTensors& tensors,
+                     attn::VariantParams* params) {
+  params->score_unit = scale;
+  if (variant.score != Expression::none) {
+    const expression::Facts& facts = expression::programs_of(variant.score).facts;
+    const float unit = facts.form == expression::ScoreForm::natural ? 1.0f : scale;
+    params->unit = facts.factor * unit * core::kLog2E;
+    params->logit_scale =
+        facts.form == expression::ScoreForm::sloped ? core::kLn2 : facts.factor * unit;
+    params->cap_log2 = facts.grad_factor * core::kLog2E;
+  }
+  int place = 0;
+  const auto take = [&](const CapturedTensor* from, int count) {
+    for (int i = 0; i < count; ++i, ++place) {
+      attn::CapturedParams& to = params->captured[place];
+      to.data = from[i].data;
+      for (int axis = 0; axis < kMaxCapturedAxes; ++axis) {
+        to.stride[axis] = from[i].stride[axis];
+        to.last[axis] = static_cast<int>(from[i].size[axis] - 1);
+      }
+    }
+  };
+  take(tensors.score_captured, captured_count(variant.score));
+  take(tensors.mask_captured, captured_count(variant.mask_expression));
+}
+
+}  // namespace
 
 attn::VariantParams variant_params(const ForwardProblem& problem, const VariantTensors& tensors) {
   const Variant& variant = problem.variant;
@@ -295,6 +444,9 @@ attn::VariantParams variant_params(const ForwardProblem& problem, const VariantT
   params.row_offset = static_cast<std::uint32_t>(variant.query_offset);
   params.key_offset = static_cast<std::uint32_t>(variant.key_offset);
   params.mask = mask_params(problem, tensors);
+  if (variant.score != Expression::none || variant.mask_expression != Expression::none) {
+    add_expressions(variant, problem.scale, tensors, &params);
+  }
   return params;
 }
 

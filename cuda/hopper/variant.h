@@ -34,11 +34,18 @@ struct VariantHooks {
   bool mask_clauses = false;     // more than one
   bool grad_alibi = false;       // these two: backward
   bool grad_bias = false;
+  Expression score = Expression::none;
+  Expression mask = Expression::none;
+  std::uint32_t grad_captured = 0;
 
-  constexpr bool any() const {
-    return softcap || alibi || bias != BiasForm::none || dropout || mask_forms != 0;
+  constexpr bool has_expressions() const {
+    return score != Expression::none || mask != Expression::none;
   }
-  // Below kVariantKernels; another number for other hooks with the same mask.
+  constexpr bool any() const {
+    return softcap || alibi || bias != BiasForm::none || dropout || mask_forms != 0 ||
+           has_expressions();
+  }
+  // Below kVariantKernels; another number for other hooks with the same mask and expressions.
   constexpr int index() const {
     return ((((static_cast<int>(bias) * 2 + (softcap ? 1 : 0)) * 2 + (alibi ? 1 : 0)) * 2 +
              (dropout ? 1 : 0)) *
@@ -56,6 +63,9 @@ VariantHooks variant_hooks(const BackwardProblem& problem);
 // "softcap+dropout", for messages.
 std::string variant_name(const VariantHooks& hooks);
 
+// Whether a backward starts from scores without the row's LSE.
+bool takes_raw_scores(const Variant& variant);
+
 // Ok, or what of the variant the hooks do not serve.
 Status variant_rule(const ForwardProblem& problem);
 Status variant_rule(const BackwardProblem& problem);
@@ -66,10 +76,7 @@ jit::Request variant_request(const BackwardPlan& plan);
 
 // Whether a forward with these hooks takes the second shape of its row: with more registers a
 // thread, which random bytes, a bias and a mask need.
-constexpr bool needs_other_shape(const VariantHooks& hooks, int kernel_head_dim) {
-  return kernel_head_dim <= 64 &&
-         (hooks.dropout || hooks.bias != BiasForm::none || hooks.mask_forms != 0);
-}
+bool needs_other_shape(const VariantHooks& hooks, int kernel_head_dim);
 
 // The kernels with hooks of a row of the kernel table that have been launched, by what they differ
 // in: a look-up is faster than the text that find_kernel() wants.
@@ -79,9 +86,11 @@ class VariantKernels {
   template <class Plan>
   Status find(const Plan& plan, int form, void* stream, const jit::Kernel** kernel) {
     const VariantHooks hooks = variant_hooks(plan.problem);
-    std::atomic<const jit::Kernel*>& known =
-        slot(hooks.mask_forms * 2 + (hooks.mask_clauses ? 1 : 0),
-             form * kVariantKernels + hooks.index());
+    const int number = form * kVariantKernels + hooks.index();
+    if (hooks.has_expressions() || hooks.mask_forms != 0) {
+      return find_rare(plan, hooks, number, stream, kernel);
+    }
+    std::atomic<const jit::Kernel*>& known = kernels_[number];
     *kernel = known.load(std::memory_order_acquire);
     if (*kernel != nullptr) {
       return Status();
@@ -94,20 +103,33 @@ class VariantKernels {
   }
 
  private:
-  using Slots = std::array<std::atomic<const jit::Kernel*>, std::size_t{2} * kVariantKernels>;
-
-  // Those with a mask are few of many: their slots are made when they are first asked for.
-  std::atomic<const jit::Kernel*>& slot(std::uint32_t mask, int index) {
-    if (mask == 0) {
-      return kernels_[static_cast<std::size_t>(index)];
+  // Those with a mask or expressions: few of many.
+  template <class Plan>
+  Status find_rare(const Plan& plan, const VariantHooks& hooks, int number, void* stream,
+                   const jit::Kernel** kernel) {
+    const std::array<std::int64_t, 5> key{
+        number, hooks.mask_forms * 2 + (hooks.mask_clauses ? 1 : 0),
+        static_cast<std::int64_t>(hooks.score), static_cast<std::int64_t>(hooks.mask),
+        hooks.grad_captured};
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto known = rare_.find(key);
+      if (known != rare_.end()) {
+        *kernel = known->second;
+        return Status();
+      }
     }
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return masked_[mask][index];
+    const Status status = jit::find_kernel(variant_request(plan), stream, kernel);
+    if (status.ok()) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      rare_[key] = *kernel;
+    }
+    return status;
   }
 
-  Slots kernels_ = {};
-  std::mutex mutex_;
-  std::map<std::uint32_t, std::map<int, std::atomic<const jit::Kernel*>>> masked_;
+  std::atomic<const jit::Kernel*> kernels_[2 * kVariantKernels] = {};
+  std::mutex mutex_;  // of the map
+  std::map<std::array<std::int64_t, 5>, const jit::Kernel*> rare_;
 };
 
 // Of the gradient of the bias, which is contiguous in the bias's shape: distances, 0 along an axis

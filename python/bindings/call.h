@@ -134,6 +134,12 @@ inline void read_field(nb::handle value, const char* name, std::optional<double>
   }
 }
 
+inline void read_field(nb::handle value, const char* name, std::string* field) {
+  if (!nb::try_cast(value, *field, false)) {
+    raise_type_error("%s is %R; it must be a text", name, value.ptr());
+  }
+}
+
 inline void read_field(nb::handle value, const char* name, bool* field) {
   if (value.ptr() != Py_True && value.ptr() != Py_False) {
     raise_type_error("%s is %R; it must be True or False", name, value.ptr());

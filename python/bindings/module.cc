@@ -4,7 +4,9 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -13,7 +15,9 @@
 #include <vector>
 
 #include "call.h"
+#include "expression.h"
 #include "fp8.h"
+#include "gradients.h"
 #include "jit.h"
 #include "kv.h"
 #include "pantile/pantile.h"
@@ -144,30 +148,11 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, const Call& call) {
   return run_forward_request(&*request) == 0 ? o : nb::none();
 }
 
-void take_gradients(nb::handle grad_q, nb::handle grad_k, nb::handle grad_v, const Request& request,
-                    BackwardProblem* problem, BackwardTensors* tensors) {
-  const TensorView view_q = read_tensor(grad_q, "grad_q");
-  const TensorView view_k = read_tensor(grad_k, "grad_k");
-  const TensorView view_v = read_tensor(grad_v, "grad_v");
-  require_query_rows(view_q, request, request.problem.head_dim);
-  require_key_rows(view_k, request, request.problem.head_dim);
-  require_key_rows(view_v, request, request.problem.head_dim_v);
-  for (const TensorView* view : {&view_q, &view_k, &view_v}) {
-    require_writable_rows(*view);
-  }
-  problem->grad_q = layout_of(view_q);
-  problem->grad_k = layout_of(view_k);
-  problem->grad_v = layout_of(view_v);
-  tensors->grad_q = view_q.data;
-  tensors->grad_k = view_k.data;
-  tensors->grad_v = view_v.data;
-}
-
 unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::handle k, nb::handle v,
                   nb::handle o, nb::handle o_low, nb::handle lse, nb::handle grad_q,
                   nb::handle grad_k, nb::handle grad_v, const Call& call, bool deterministic,
                   nb::handle variant, nb::handle grad_alibi, nb::handle grad_sinks,
-                  nb::handle grad_bias) {
+                  nb::handle grad_bias, nb::handle grad_captured) {
   Request request = read_request(q, k, v, call);
   read_variant(variant, true, &request);
   const std::int64_t head_dim_v = request.problem.head_dim_v;
@@ -204,6 +189,8 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
 
   take_gradients(grad_q, grad_k, grad_v, request, &problem, &tensors);
   take_variant_gradients(grad_alibi, grad_sinks, grad_bias, request, &problem, &tensors);
+  std::array<float*, kMaxCaptured> captured{};
+  take_captured_gradients(grad_captured, request, &captured, &problem, &tensors);
   const std::initializer_list<Operand> operands = {
       {&request.q, &problem.forward.q, kCopyQ}, {&request.k, &problem.forward.k, kCopyK},
       {&request.v, &problem.forward.v, kCopyV}, {&grad_output, &problem.grad_o, kCopyGradO},
@@ -217,11 +204,14 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
 
 // ---- explanations ----------------------------------------------------------------------------
 
-// What a call is planned with beside its tensors. `gradients` is (alibi, sinks, bias): whether
-// those are wanted.
+// Whether the gradients of alibi, sinks and bias are wanted, and a bit for each tensor that the
+// score captures.
+using WantedGradients = std::tuple<bool, bool, bool, std::uint32_t>;
+
+// What a call is planned with beside its tensors.
 struct PassOptions {
   bool deterministic = false, max_logit = false, output_f32 = false, o_low = false;
-  std::tuple<bool, bool, bool> gradients;
+  WantedGradients gradients;
 };
 
 template <class Plan>
@@ -242,8 +232,9 @@ void for_each_pass(Request* request, const PassOptions& options, const Visit& vi
   backward.grad_k = fresh_layout(request->k);
   backward.grad_v = fresh_layout(request->v);
   backward.has_o_low = options.o_low;
-  std::tie(backward.wants_grad_alibi, backward.wants_grad_sinks, backward.wants_grad_bias) =
-      options.gradients;
+  std::tie(backward.wants_grad_alibi, backward.wants_grad_sinks, backward.wants_grad_bias,
+           backward.wants_grad_captured) = options.gradients;
+  backward.grad_captured_elements = wanted_elements(*request, backward.wants_grad_captured);
   forward.wants_max_logit = options.max_logit;
   forward.output_f32 = options.output_f32;
   forward.wants_o_low = options.o_low;
@@ -267,7 +258,7 @@ void for_each_pass(Request* request, const PassOptions& options, const Visit& vi
 // Both passes.
 nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, const Call& call, bool deterministic,
                   bool max_logit, bool output_f32, bool o_low, nb::handle variant,
-                  const std::tuple<bool, bool, bool>& gradients) {
+                  const WantedGradients& gradients) {
   Request request = read_request(q, k, v, call);
   read_variant(variant, false, &request);
   nb::list answers;
@@ -282,7 +273,7 @@ nb::tuple explain(nb::handle q, nb::handle k, nb::handle v, const Call& call, bo
 // The kernels that are compiled at run time, of the forward and, if asked for, of the backward.
 void compile_call(nb::handle q, nb::handle k, nb::handle v, const Call& call, bool deterministic,
                   bool max_logit, bool output_f32, nb::handle variant,
-                  const std::tuple<bool, bool, bool>& gradients, bool backward) {
+                  const WantedGradients& gradients, bool backward) {
   Request request = read_request(q, k, v, call);
   read_variant(variant, false, &request);
   for_each_pass(&request, {deterministic, max_logit, output_f32, false, gradients},
@@ -405,13 +396,15 @@ NB_MODULE(_C, module) {
   module.def("backward", &py::backward, "grad_o"_a, "grad_lse"_a.none(), "q"_a, "k"_a, "v"_a, "o"_a,
              "o_low"_a.none(), "lse"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a, "call"_a,
              "deterministic"_a, "variant"_a = nb::none(), "grad_alibi"_a = nb::none(),
-             "grad_sinks"_a = nb::none(), "grad_bias"_a = nb::none());
+             "grad_sinks"_a = nb::none(), "grad_bias"_a = nb::none(),
+             "grad_captured"_a = nb::none());
   module.def("explain", &py::explain, "q"_a, "k"_a, "v"_a, "call"_a, "deterministic"_a,
              "max_logit"_a = false, "output_f32"_a = false, "o_low"_a = false,
-             "variant"_a = nb::none(), "gradients"_a = std::tuple(false, false, false));
+             "variant"_a = nb::none(), "gradients"_a = py::WantedGradients{});
   module.def("compile_call", &py::compile_call, "q"_a, "k"_a, "v"_a, "call"_a, "deterministic"_a,
              "max_logit"_a, "output_f32"_a, "variant"_a.none(), "gradients"_a, "backward"_a);
   module.attr("VARIANT_FIELDS") = py::variant_field_names();
+  module.def("check_expression", &py::check_expression, "kind"_a, "text"_a, "captured"_a);
   py::bind_fp8(module);
   module.def("check_sequences", &py::check_sequence_contents, "call"_a, "total_q"_a, "total_k"_a,
              "page_size"_a = 0);

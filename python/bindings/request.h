@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <vector>
 
 #include "call.h"
 #include "pantile/pantile.h"
@@ -153,9 +154,10 @@ struct Request {
   Device device;
   PlanOptions options;
   bool packed = false;
-  bool paged = false;              // K and V are in pages
-  bool backend_preferred = false;  // it gives way where it has no kernel that serves
-  bool softmax_preferred = false;  // the softmax gives way where no kernel has it
+  bool paged = false;                    // K and V are in pages
+  bool backend_preferred = false;        // it gives way where it has no kernel that serves
+  bool softmax_preferred = false;        // the softmax gives way where no kernel has it
+  std::vector<CapturedTensor> captured;  // of the score, then of the mask; `tensors` points to them
 };
 
 // What holds for tensors of every form.

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <tuple>
 
+#include "expression.h"
 #include "pantile/pantile.h"
 #include "request.h"
 
@@ -14,6 +16,7 @@ namespace pantile::python {
 struct VariantArguments {
   nb::object alibi, sinks, bias, dropout_seed;
   nb::object mask, query_ids, key_ids;
+  nb::object captured0, captured1, captured2, captured3, captured4, captured5;  // by expressions
   double softcap = 0.0;
   std::int64_t dropout = 0;
   std::int64_t batch_offset = 0;
@@ -21,6 +24,9 @@ struct VariantArguments {
   std::int64_t query_offset = 0;
   std::int64_t key_offset = 0;
   std::int64_t mask_block = 0;  // of a mask of blocks; 0: of elements
+  std::string score;            // texts of expressions; empty: none
+  std::string mask_expression;
+  std::string captured_names;  // of the tensors: "a,b|c" are two of the score and one of the mask
 };
 
 template <class Value>
@@ -39,6 +45,12 @@ inline constexpr std::tuple kVariantFields{
     VariantField{"mask", &VariantArguments::mask},
     VariantField{"query_ids", &VariantArguments::query_ids},
     VariantField{"key_ids", &VariantArguments::key_ids},
+    VariantField{"captured0", &VariantArguments::captured0},
+    VariantField{"captured1", &VariantArguments::captured1},
+    VariantField{"captured2", &VariantArguments::captured2},
+    VariantField{"captured3", &VariantArguments::captured3},
+    VariantField{"captured4", &VariantArguments::captured4},
+    VariantField{"captured5", &VariantArguments::captured5},
     VariantField{"softcap", &VariantArguments::softcap},
     VariantField{"dropout", &VariantArguments::dropout},
     VariantField{"batch_offset", &VariantArguments::batch_offset},
@@ -46,6 +58,9 @@ inline constexpr std::tuple kVariantFields{
     VariantField{"query_offset", &VariantArguments::query_offset},
     VariantField{"key_offset", &VariantArguments::key_offset},
     VariantField{"mask_block", &VariantArguments::mask_block},
+    VariantField{"score", &VariantArguments::score},
+    VariantField{"mask_expression", &VariantArguments::mask_expression},
+    VariantField{"captured_names", &VariantArguments::captured_names},
 };
 inline constexpr std::size_t kVariantFieldCount = std::tuple_size_v<decltype(kVariantFields)>;
 
@@ -233,6 +248,13 @@ inline void read_variant(nb::handle object, bool runs, Request* request) {
   }
   if (!arguments.query_ids.is_none() || !arguments.key_ids.is_none()) {
     read_documents(arguments, runs, request);
+  }
+  if (!arguments.score.empty() || !arguments.mask_expression.empty()) {
+    static_assert(kMaxCaptured == 6);
+    read_expressions(arguments.score, arguments.mask_expression, arguments.captured_names,
+                     {arguments.captured0, arguments.captured1, arguments.captured2,
+                      arguments.captured3, arguments.captured4, arguments.captured5},
+                     request);
   }
   constexpr std::int64_t kMost = 1 << 30;  // refused by the rules, and fits the field
   variant.dropout = static_cast<int>(std::clamp<std::int64_t>(arguments.dropout, -kMost, kMost));

@@ -99,6 +99,9 @@ class Call:
 
 VARIANT_FIELDS: tuple[str, ...]
 
+def check_expression(kind: str, text: str, captured: list[tuple[str, str, int]]) -> None:
+    """Raises what is wrong with an expression of captured tensors (name, dtype, axes)."""
+
 def forward(
     q: Any,
     k: Any,
@@ -138,6 +141,7 @@ def backward(
     grad_alibi: Any | None = None,
     grad_sinks: Any | None = None,
     grad_bias: Any | None = None,
+    grad_captured: tuple[Any | None, ...] | None = None,
 ) -> int:
     """Copy bits: q 1, k 2, v 4, grad_o 8, o 16, lse 32, grad_lse 64; 128, 256 as in forward.
 
@@ -157,11 +161,12 @@ def explain(
     output_f32: bool = False,
     o_low: bool = False,
     variant: tuple[Any, ...] | None = None,
-    gradients: tuple[bool, bool, bool] = (False, False, False),
+    gradients: tuple[bool, bool, bool, int] = (False, False, False, 0),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Forward and backward, in the fields of pantile.PassExplanation.
 
-    ``gradients``: whether those of alibi, sinks and bias are wanted.
+    ``gradients``: whether those of alibi, sinks and bias are wanted, and a bit for each tensor that
+    the score captures.
     """
 
 def compile_call(
@@ -173,7 +178,7 @@ def compile_call(
     max_logit: bool,
     output_f32: bool,
     variant: tuple[Any, ...] | None,
-    gradients: tuple[bool, bool, bool],
+    gradients: tuple[bool, bool, bool, int],
     backward: bool,
 ) -> None:
     """What explain() describes, but compiled; nothing is launched."""

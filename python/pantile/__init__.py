@@ -20,6 +20,7 @@ from pantile._C import UnsupportedError, __version__
 from pantile._checkpoint import checkpoint_save_ops
 from pantile._explain import Explanation, PassExplanation, Verdict
 from pantile._explain_calls import compile, explain  # noqa: A004
+from pantile._expressions import Mask, Score
 from pantile._flex import FlexMask, flex_attention
 from pantile._fp8 import quantize
 from pantile._info import build_info, cuda_reason, devices, kernels
@@ -42,9 +43,11 @@ __all__ = [
     "Explanation",
     "FlexMask",
     "KVCache",
+    "Mask",
     "Options",
     "PassExplanation",
     "Quantized",
+    "Score",
     "UnsupportedError",
     "Verdict",
     "__version__",

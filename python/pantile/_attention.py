@@ -6,7 +6,8 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pantile import _C
-from pantile._arguments import check_flags, check_rows, length, optional_scale
+from pantile._arguments import check_flags, optional_scale
+from pantile._expressions import Score
 from pantile._foreign import refuse
 from pantile._masks import window_bounds
 from pantile._options import (
@@ -17,6 +18,7 @@ from pantile._options import (
     refuse_extras,
     resolve_options,
 )
+from pantile._packing import packed_fields
 from pantile._quantized import Quantized
 from pantile._schema import LENGTHS, Call
 from pantile._variants import NAMES as VARIANT_NAMES
@@ -72,13 +74,6 @@ def _variant_engine(engine: Any) -> Any:
     if engine is _torch_ops:
         from pantile import _variant_ops as engine  # beside _ops
     return engine
-
-
-def _longest(name: str, value: object) -> int:
-    """max_seqlen_q or max_seqlen_k of packed tensors: it cannot be left out."""
-    if value is None:
-        raise TypeError(f"{name} is missing; it must be the length of the longest sequence")
-    return length(name, value, in_range=not _is_compiling())  # a graph is checked when it runs
 
 
 def run(q, k, v, call, options: Options, deterministic, return_lse, return_max_logit, change, out):
@@ -273,6 +268,7 @@ def attention(
     sinks: Any = None,
     dropout: float | Dropout | None = None,
     mask: Any = None,
+    score: Score | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -307,7 +303,9 @@ def attention(
             the weights of a row sum to less than 1, and lse contains it. Differentiable.
         dropout: a probability or a :class:`pantile.Dropout`: removes weights after the softmax.
         mask: a bool tensor that broadcasts to ``[batch, heads_q, seqlen_q, seqlen_k]``, True where
-            a query sees a key, a :class:`pantile.BlockMask` or a :class:`pantile.Documents`.
+            a query sees a key, a :class:`pantile.BlockMask`, :class:`pantile.Documents` or
+            :class:`pantile.Mask`.
+        score: a :class:`pantile.Score`, a function of the scores after softcap, alibi and bias.
         return_lse: also return the log-sum-exp of each row's scores.
         return_max_logit: also return the largest scaled score of each head.
         deterministic: bit-equal gradients for equal inputs; also on when
@@ -335,8 +333,8 @@ def attention(
     if extra or foreign:
         refuse("attention", extra, foreign, _BY_NAME)
     if (
-        options is window is scale is softcap is alibi is bias is sinks is dropout is mask is None
-        and out is None
+        options is window is scale is softcap is alibi is bias is out is None
+        and sinks is dropout is mask is score is None
         and return_lse is return_max_logit is deterministic is False
         and type(q) is _tensor_type
         and type(causal) is bool
@@ -346,19 +344,9 @@ def attention(
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     check_flags(return_lse, return_max_logit, deterministic)
     call = make_call(DENSE, causal, window, scale, options, return_lse)
-    change = softcap, alibi, bias, sinks, dropout, mask
+    change = softcap, alibi, bias, sinks, dropout, mask, score
     return run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change, out)
 
 
 def packing_of(q, k, lengths: tuple, longest: tuple) -> tuple:
-    """The fields pantile._schema.PACKING, from those of LENGTHS and the two max_seqlen."""
-    placed = lengths[4] is not None or lengths[6] is not None  # by k_begin or block_table
-    for name, value in zip(LENGTHS[: 1 if placed else 2], lengths, strict=False):
-        if value is None:
-            raise TypeError(f"{name} is None; it must be an int32 tensor of batch + 1 offsets")
-    longest = (_longest("max_seqlen_q", longest[0]), _longest("max_seqlen_k", longest[1]))
-    if getattr(q, "is_meta", False):
-        check_rows("q", q, lengths[0], longest[0])
-        if lengths[1] is not None:
-            check_rows("k", k, lengths[1], longest[1])
-    return (*lengths, *longest)
+    return packed_fields(q, k, lengths, longest, in_range=not _is_compiling())  # else when it runs

@@ -8,6 +8,7 @@ from pantile import _C, _runtime
 from pantile._explain import FOLD_SCALE, PAD_HEAD_DIMS
 from pantile._options import log
 from pantile._schema import (
+    CAPTURED,
     LENGTHS,
     VARIANT_TENSOR_COUNT,
     VARIANT_TENSOR_NAMES,
@@ -187,6 +188,8 @@ def readable_variant(variant):
     for name, x in zip(VARIANT_TENSOR_NAMES, variant, strict=False):
         if x is not None and name in ("alibi", "sinks", "dropout_seed"):
             x = x.contiguous()
+        elif name in CAPTURED:  # of any strides
+            pass
         elif x is not None and x.ndim and x.shape[-1] > 1 and x.stride(-1) != 1:
             log.debug("copies %s, strides %s", name, tuple(x.stride()))
             x = x.contiguous()
@@ -276,8 +279,9 @@ def run_backward(
     """The gradients of q, k and v.
 
     ``variant``: nothing, or the readable variant and where the gradients of its slopes, sinks and
-    bias go, None for those that are not wanted. ``into``: the gradients themselves, of the dtype of
-    q, in any strides that do not overlap, the last one 1.
+    bias go, None for those that are not wanted, and a tuple of those for what it captures.
+    ``into``: the gradients themselves, of the dtype of q, in any strides that do not overlap, the
+    last one 1.
     """
     o_low = _readable_low(o_low)
     call = final_call(q, call)

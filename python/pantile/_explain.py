@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pantile import _C
+from pantile._schema import CAPTURED
 
 # Behind the bits of copies: copies of another shape, or of other values (bindings/changes.h).
 PAD_HEAD_DIMS, FOLD_SCALE = 128, 256
@@ -122,13 +123,14 @@ def _pass(answer: dict) -> PassExplanation:
     return PassExplanation(**{**answer, "copies": copies, "rows": rows, **changes})
 
 
-def wanted_gradients(variant) -> tuple[bool, bool, bool]:
-    """Of alibi, sinks and bias."""
-    alibi, sinks, bias = (
-        getattr(getattr(variant, name, None), "requires_grad", False)
-        for name in ("alibi", "sinks", "bias")
-    )
-    return alibi, sinks, bias
+def wanted_gradients(variant) -> tuple[bool, bool, bool, int]:
+    """Of alibi, sinks and bias, and a bit for each captured tensor."""
+
+    def wanted(name: str) -> bool:
+        return getattr(getattr(variant, name, None), "requires_grad", False)
+
+    bits = sum(1 << i for i, name in enumerate(CAPTURED) if wanted(name))
+    return wanted("alibi"), wanted("sinks"), wanted("bias"), bits
 
 
 def explain_call(

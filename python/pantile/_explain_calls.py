@@ -25,6 +25,7 @@ from pantile._explain import (
     explain_fp8_call,
     wanted_gradients,
 )
+from pantile._expressions import Score
 from pantile._foreign import refuse
 from pantile._options import (
     DEFAULT_OPTIONS,
@@ -65,7 +66,7 @@ def _describe(q, k, v, lengths: tuple, longest: tuple, mask: tuple, options: Opt
 
 
 def _variant_of(engine, q, change: tuple):
-    """``change``: softcap, alibi, bias, sinks, dropout, mask."""
+    """``change``: softcap, alibi, bias, sinks, dropout, mask, score."""
     resolved = resolve_variant(*change)
     return None if resolved is None else _variant_engine(engine).explained_variant(resolved[0], q)
 
@@ -106,6 +107,7 @@ def explain(
     sinks: Any = None,
     dropout: float | Dropout | None = None,
     mask: Any = None,
+    score: Score | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -137,7 +139,7 @@ def explain(
     engine, operands, call = _describe(
         q, k, v, lengths, longest, (causal, window, scale), options, return_lse
     )
-    change = (softcap, alibi, bias, sinks, dropout, mask)
+    change = (softcap, alibi, bias, sinks, dropout, mask, score)
     asked = return_lse, return_max_logit, deterministic
     if options.backend == "torch" and (answer := explain_torch(q, call, change, options, asked)):
         return answer
@@ -179,6 +181,7 @@ def compile(  # noqa: A001 (read as pantile.compile)
     sinks: Any = None,
     dropout: float | Dropout | None = None,
     mask: Any = None,
+    score: Score | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -214,7 +217,7 @@ def compile(  # noqa: A001 (read as pantile.compile)
     engine, operands, call = _describe(
         q, k, v, lengths, longest, (causal, window, scale), options, return_lse
     )
-    change = (softcap, alibi, bias, sinks, dropout, mask)
+    change = (softcap, alibi, bias, sinks, dropout, mask, score)
     asked = return_lse, return_max_logit, deterministic
     if options.backend == "torch" and torch_serves(q, call, change, options, asked):
         return  # torch compiles nothing beforehand

@@ -92,7 +92,7 @@ def known(size) -> int | None:
 
 
 def _known_or(value, other):
-    if value is None or isinstance(value, int | float):
+    if value is None or isinstance(value, int | float | str):
         return value
     found = known(value)
     return other if found is None else found

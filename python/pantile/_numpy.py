@@ -6,7 +6,7 @@ import numpy as np
 
 from pantile import _C
 from pantile._options import log
-from pantile._schema import LENGTHS, VARIANT_TENSOR_NAMES, lengths_of
+from pantile._schema import CAPTURED, LENGTHS, VARIANT_TENSOR_NAMES, lengths_of
 from pantile._variants import seed_numbers
 
 _NAMES = ("q", "k", "v")
@@ -93,6 +93,8 @@ def _raw_variant(variant):
             continue
         check_plain(name, x)
         dtype, rank = _FORMS.get(name, (None, 0))
+        if name in CAPTURED:
+            dtype = dtype if _is_bfloat16(x.dtype) else x.dtype.name
         if dtype is None:
             _check(name, x)
         else:

@@ -116,15 +116,17 @@ BACKWARD = Signature(
 # (bindings/variant.h). Plain calls have operators of their own, which do not carry them.
 VARIANT_TENSORS = (
     "Tensor? alibi, Tensor? sinks, Tensor? bias, Tensor? dropout_seed, Tensor? mask, "
-    "Tensor? query_ids, Tensor? key_ids"
+    "Tensor? query_ids, Tensor? key_ids, Tensor? captured0, Tensor? captured1, Tensor? captured2, "
+    "Tensor? captured3, Tensor? captured4, Tensor? captured5"
 )
 VARIANT_NUMBERS = (
     "float softcap, int dropout, SymInt batch_offset, SymInt head_offset, SymInt query_offset, "
-    "SymInt key_offset, int mask_block"
+    "SymInt key_offset, int mask_block, str score, str mask_expression, str captured_names"
 )
 VARIANT = tuple(field.name for field in _fields_of(f"{VARIANT_TENSORS}, {VARIANT_NUMBERS}"))
 VARIANT_TENSOR_NAMES = tuple(field.name for field in _fields_of(VARIANT_TENSORS))
 VARIANT_TENSOR_COUNT = len(VARIANT_TENSOR_NAMES)
+CAPTURED = tuple(name for name in VARIANT_TENSOR_NAMES if name.startswith("captured"))
 Variant = namedtuple("Variant", VARIANT)
 
 
@@ -152,9 +154,10 @@ BACKWARD_VARIANT = Signature(
     "backward_variant",
     "Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor? o_low, "
     f"Tensor lse, {VARIANT_TENSORS}",
-    f"{VARIANT_NUMBERS}, bool deterministic, bool wants_alibi, bool wants_sinks, bool wants_bias",
+    f"{VARIANT_NUMBERS}, bool deterministic, bool wants_alibi, bool wants_sinks, bool wants_bias, "
+    "int wants_captured",  # a bit for each
     "Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_alibi, Tensor grad_sinks, "
-    "Tensor grad_bias",
+    "Tensor grad_bias, " + ", ".join(f"Tensor grad_{name}" for name in CAPTURED),
 )
 FP8_OPERANDS = (
     "Tensor codes_q, Tensor codes_k, Tensor codes_v, Tensor scale_q, Tensor scale_kv, "

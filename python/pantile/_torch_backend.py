@@ -15,7 +15,7 @@ from pantile import _C
 from pantile._arguments import shown
 from pantile._masks import UNBOUNDED
 from pantile._schema import LENGTHS
-from pantile._variants import BlockMask, Documents, Dropout, resolve_variant
+from pantile._variants import Dropout, resolve_variant
 
 if TYPE_CHECKING:
     from pantile._options import Options
@@ -33,15 +33,18 @@ def require_served(call: Any, change: tuple, options: Options, asked: tuple, out
     for name in LENGTHS[4:]:
         if getattr(call, name) is not None:
             _refuse(f"{name} is given; torch has none")
-    softcap, alibi, bias, sinks, dropout, mask = change
+    softcap, alibi, bias, sinks, dropout, mask, score = change
     resolve_variant(*change)  # for its errors
-    for name, value in (("softcap", softcap or None), ("alibi", alibi), ("sinks", sinks)):
+    for name, value in (
+        *(("softcap", softcap or None), ("alibi", alibi)),
+        *(("sinks", sinks), ("score", score)),
+    ):
         if value is not None:
             _refuse(f"{name} is {shown(value)}; torch has none, it must be None")
     left, right = call.window_left, call.window_right
     if left != UNBOUNDED or right > 0:
         _refuse(f"window is {(left, right)}; torch has none but causal")
-    if isinstance(mask, (BlockMask, Documents)):
+    if mask is not None and not isinstance(mask, torch.Tensor):
         _refuse(f"mask is a pantile.{type(mask).__name__}; torch takes a bool tensor")
     if mask is not None and bias is not None:
         _refuse("mask and bias are set; torch takes one of them")
@@ -136,7 +139,7 @@ def attention(q, k, v, call: Any, change: tuple):
     if call.cu_seqlens_q is not None:
         return _packed(q, k, v, call, change)
     _check_shapes(q, k, v, 4)
-    _, _, bias, _, dropout, mask = change
+    _, _, bias, _, dropout, mask, _ = change
     seen = bias if mask is None else mask
     if seen is not None:
         seen = seen[(None,) * (4 - seen.ndim)]

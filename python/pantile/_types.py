@@ -9,6 +9,8 @@ import numpy
 import torch
 from typing_extensions import TypedDict
 
+from pantile._expressions import Mask as MaskExpression
+from pantile._expressions import Score
 from pantile._options import Options
 from pantile._variants import BlockMask, Documents, Dropout
 
@@ -18,7 +20,7 @@ NumpyArray: TypeAlias = numpy.ndarray[Any, Any]
 Array = TypeVar("Array", torch.Tensor, numpy.ndarray[Any, Any])
 Lengths: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any]  # int32
 Window: TypeAlias = tuple[int | None, int | None]
-Mask: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any] | BlockMask | Documents
+Mask: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any] | BlockMask | Documents | MaskExpression
 
 
 # Arguments by name, which all overloads of a public call have.
@@ -39,6 +41,7 @@ class Choices(QuantizedChoices, Generic[Array], total=False):
     sinks: Array | None
     dropout: float | Dropout | None
     mask: Mask | None
+    score: Score | None
     out: Array | None
 
 

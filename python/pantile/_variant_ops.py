@@ -42,6 +42,7 @@ from pantile._ops import (
 )
 from pantile._schema import (
     BACKWARD_VARIANT,
+    CAPTURED,
     FORWARD_VARIANT,
     LENGTHS,
     NO_LENGTHS,
@@ -61,6 +62,7 @@ Tensor = torch.Tensor
 _TENSORS = VARIANT_TENSOR_NAMES
 _COUNT = VARIANT_TENSOR_COUNT
 _WANTED = ("alibi", "sinks", "bias")  # in the order of their gradients
+_FIRST_CAPTURED = _TENSORS.index(CAPTURED[0])
 _MAX_SEED = 2**63 - 1
 
 for _signature in (FORWARD_VARIANT, BACKWARD_VARIANT):
@@ -89,8 +91,9 @@ def _own_elements(bias: Tensor) -> Tensor:
 
 
 def _run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, variant, call, deterministic, wants):
-    """Six gradients; None for those of the variant's tensors that are not wanted."""
+    """Of q, k, v, _WANTED and CAPTURED; None for those of the variant's that are not wanted."""
     variant = readable_variant(variant)
+    *wants, bits = wants
     if wants[2]:
         variant = variant._replace(bias=_own_elements(variant.bias))
     shapes = (
@@ -102,12 +105,19 @@ def _run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, variant, call, deter
         q.new_empty(shape, dtype=torch.float32) if wanted else None
         for shape, wanted in zip(shapes, wants, strict=True)
     ]
-    grads = run_backward(
-        grad_o, grad_lse, q, k, v, o, o_low, lse, call, deterministic, (variant, *gradients)
+    captured = tuple(
+        q.new_empty(getattr(variant, name).shape, dtype=torch.float32) if bits >> i & 1 else None
+        for i, name in enumerate(CAPTURED)
     )
+    changes = (variant, *gradients, captured if bits else None)
+    grads = run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, call, deterministic, changes)
     if gradients[2] is not None:
         gradients[2] = gradients[2].to(variant.bias.dtype)
-    return *grads, *gradients
+    rounded = (
+        None if x is None else x.to(getattr(variant, name).dtype)
+        for name, x in zip(CAPTURED, captured, strict=True)
+    )
+    return *grads, *gradients, *rounded
 
 
 def _forward_kernel(*arguments):
@@ -120,8 +130,8 @@ def _forward_kernel(*arguments):
     return o, lse, no_low(a.q, a.v) if o_low is None else o_low, _or_empty(max_logit, a.q)
 
 
-def _wants_of(a) -> tuple[bool, bool, bool]:
-    return a.wants_alibi, a.wants_sinks, a.wants_bias
+def _wants_of(a) -> tuple[bool, bool, bool, int]:
+    return a.wants_alibi, a.wants_sinks, a.wants_bias, a.wants_captured
 
 
 def _not_wanted(q: Tensor) -> Tensor:
@@ -158,7 +168,9 @@ def _fake_backward(*arguments):
     _fake.check_backward(*arguments[:8], a.call, variant)
     contiguous = torch.contiguous_format
     grads = [torch.empty_like(x, memory_format=contiguous) for x in (a.q, a.k, a.v)]
-    for name, wanted in zip(_WANTED, _wants_of(a), strict=True):
+    *wants, bits = _wants_of(a)
+    wants += [bool(bits >> i & 1) for i in range(len(CAPTURED))]
+    for name, wanted in zip((*_WANTED, *CAPTURED), wants, strict=True):
         x = getattr(variant, name)
         grads.append(x.new_empty(x.shape) if wanted else _not_wanted(a.q))
     return tuple(grads)
@@ -219,7 +231,9 @@ class _VariantAttention(torch.autograd.Function):
         if o.dtype is not q.dtype:
             o, o_low = split_output(o, q.dtype)
             grad_o = grad_o.to(q.dtype)
-        wants = tuple(ctx.needs_input_grad[3:6])
+        needs = ctx.needs_input_grad[3 : 3 + _COUNT]
+        bits = sum(1 << i for i in range(len(CAPTURED)) if needs[_FIRST_CAPTURED + i])
+        wants = (*needs[: len(_WANTED)], bits)
         operands = (grad_o, q, k, v, o, lse)
         others = (grad_lse, o_low, *others)
         tensors = (grad_o, grad_lse, q, k, v, o, o_low, lse)
@@ -233,10 +247,12 @@ class _VariantAttention(torch.autograd.Function):
             results = backward_op(
                 *tensors, *variant[:_COUNT], *call, *variant[_COUNT:], deterministic, *wants
             )
-        answer = [*results[:3]]
-        for x, grad, wanted in zip(variant, results[3:], wants, strict=False):
-            answer.append(grad.reshape(x.shape) if wanted else None)
-        return *answer, *(None,) * (_COUNT - len(wants) + 2)
+        grads = dict(zip((*_WANTED, *CAPTURED), results[3:], strict=True))
+        answer = [
+            grads[name].reshape(x.shape) if wanted else None
+            for name, x, wanted in zip(_TENSORS, variant, needs, strict=False)
+        ]
+        return *results[:3], *answer, None, None
 
     jvp = staticmethod(_no_forward_mode)
 

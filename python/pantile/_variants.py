@@ -1,7 +1,8 @@
-"""What a call changes of plain attention: softcap, ALiBi, bias, sinks and dropout.
+"""What a call changes of plain attention: softcap, ALiBi, bias, scores and masks of the user's own,
+sinks and dropout.
 
-cpp/include/pantile/variant.h defines them; the order is fixed: softcap, ALiBi, bias, mask, softmax
-with the sink, dropout.
+cpp/include/pantile/variant.h defines them; the order is fixed: softcap, ALiBi, bias, score, mask,
+softmax with the sink, dropout.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pantile._arguments import dtype_name, integer, is_symbolic, length, real, shown
+from pantile._expressions import Mask, Score, expression_fields
 from pantile._schema import Variant
 
 if TYPE_CHECKING:
@@ -23,7 +25,8 @@ _OFFSETS = ("batch_offset", "head_offset", "query_offset", "key_offset")
 _MAX_OFFSET = 2**32 - 1
 _MAX_SEED = 2**63 - 1
 
-NAMES = ("softcap", "alibi", "bias", "sinks", "dropout", "mask")  # of the arguments of attention()
+# Of the arguments of attention().
+NAMES = ("softcap", "alibi", "bias", "sinks", "dropout", "mask", "score")
 
 
 _SEED = "an integer, an int64 tensor of two, or None"
@@ -125,10 +128,16 @@ def _softcap_of(softcap: object) -> float:
 
 
 def resolve_variant(
-    softcap: object, alibi: Any, bias: Any, sinks: Any, dropout: object, mask: Any
+    softcap: object,
+    alibi: Any,
+    bias: Any,
+    sinks: Any,
+    dropout: object,
+    mask: Any,
+    score: Score | None,
 ) -> tuple[Variant, Dropout | None] | None:
     """The variant, without its seed, and the dropout that asks for one; None: plain attention."""
-    if softcap is alibi is bias is sinks is dropout is mask is None:
+    if softcap is alibi is bias is sinks is dropout is mask is score is None:
         return None
     chosen = None if dropout is None else _dropout_of(dropout)
     cap = _softcap_of(softcap)
@@ -137,10 +146,15 @@ def resolve_variant(
     if chosen is not None and chosen.dropped > 0:
         dropped = chosen.dropped
         offsets = tuple(getattr(chosen, name) for name in _OFFSETS)
-    if cap == 0.0 and alibi is bias is sinks is mask is None and dropped == 0:
+    if score is not None and not isinstance(score, Score):
+        raise TypeError(f"score is {shown(score)}; it must be a pantile.Score or None")
+    if cap == 0.0 and alibi is bias is sinks is mask is score is None and dropped == 0:
         return None
-    *masks, block = _mask_of(mask)
-    variant = Variant(alibi, sinks, bias, None, *masks, cap, dropped, *offsets, block)
+    condition = mask if isinstance(mask, Mask) else None
+    *masks, block = _mask_of(None if condition is not None else mask)
+    captured, texts = expression_fields(score, condition)
+    tensors = (alibi, sinks, bias, None, *masks, *captured)
+    variant = Variant(*tensors, cap, dropped, *offsets, block, *texts)
     return variant, chosen if dropped > 0 else None
 
 
@@ -200,7 +214,7 @@ def _mask_of(mask: Any) -> tuple:
     if dtype_name(getattr(mask, "dtype", None)) != "bool":
         raise TypeError(
             f"mask is {shown(mask)}; it must be a bool tensor, a pantile.BlockMask, a "
-            "pantile.Documents or None; what is added to scores is bias"
+            "pantile.Documents, a pantile.Mask or None; what is added to scores is bias"
         )
     return mask, None, None, 0
 

@@ -13,6 +13,7 @@ from pantile._quantized import Quantized
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from pantile._expressions import Score
     from pantile._types import Array, Lengths, PackedChoices, QuantizedChoices, Tensor, Window
     from pantile._variants import Dropout
 
@@ -122,6 +123,7 @@ def varlen_attention(
     sinks: Any = None,
     dropout: float | Dropout | None = None,
     mask: Any = None,
+    score: Score | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool = False,
@@ -157,9 +159,9 @@ def varlen_attention(
             or v is ever made, and the backward is not served.
         causal, window, scale, return_lse, return_max_logit, deterministic, options, out: as in
             :func:`attention`; the mask is aligned to the bottom right of each sequence.
-        softcap, alibi, bias, sinks, dropout, mask: as in :func:`attention`; rows and keys count
-            from the start of their sequence, so that bias and mask broadcast to ``[batch, heads_q,
-            max_seqlen_q, max_seqlen_k]``.
+        softcap, alibi, bias, sinks, dropout, mask, score: as in :func:`attention`; rows and keys
+            count from the start of their sequence, so that bias and mask broadcast to ``[batch,
+            heads_q, max_seqlen_q, max_seqlen_k]``.
 
     Returns:
         o: ``[total_q, heads_q, head_dim_v]``; with ``return_lse`` also lse ``[heads_q, total_q]``,
@@ -184,5 +186,5 @@ def varlen_attention(
     else:
         packing = DENSE  # not read
     call = make_call(packing, causal, window, scale, options, return_lse)
-    change = softcap, alibi, bias, sinks, dropout, mask
+    change = softcap, alibi, bias, sinks, dropout, mask, score
     return run(q, k, v, call, options, deterministic, return_lse, return_max_logit, change, out)

@@ -216,9 +216,10 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
     score<Math>(tile, subtile, q.as_a, scratch.keys, job.dim, job.scale, scratch.scores);
     score<Math>(tile, subtile, grad_o.as_a, scratch.values, job.dim_v, 1.0f, scratch.grad_scores);
     if (job.variant.any_score || job.variant.dropped > 0 || sight == Sight::some) {
+      const ScoreSlopes slopes{job.variant.softcap > 0.0f ? scratch.slopes : nullptr,
+                               job.variant.score.exists ? scratch.score_slopes : nullptr, nullptr};
       change_rows(job.variant, block.mask, block.batch, tile.head, tile.rows, keys, kBackwardKeys,
-                  scratch.scores, scratch.slopes);
-      const float* slopes = job.variant.softcap > 0.0f ? scratch.slopes : nullptr;
+                  scratch.scores, slopes);
       VariantChange change(job, block.batch, block.mask, tile, subtile, sight == Sight::some,
                            slopes, scratch);
       weigh<Math>(block.mask, tile, subtile, lse, delta, scratch, change);

@@ -126,16 +126,17 @@ struct NoChange {
   PANTILE_INLINE Floats finish(Floats ds, int, int) const { return ds; }
 };
 
-// A variant, on the subtile that change_rows() has seen. `slopes` are the softcap's derivatives, or
-// null: dS is then that of the scores that the softcap gave. `masked`: its mask hides some pairs.
+// A variant, on the subtile that change_rows() has seen. dS is that of the scores before each
+// function whose derivatives are in `slopes`. `masked`: its mask hides some pairs.
 class VariantChange {
  public:
   VariantChange(const BackwardJob& job, int batch, const core::Mask& mask, const QueryTile& tile,
-                const Subtile& subtile, bool masked, const float* slopes,
+                const Subtile& subtile, bool masked, const ScoreSlopes& slopes,
                 const BackwardScratch& scratch)
       : dropped_(job.variant.dropped),
         scale_(splat(core::dropout_scale(job.variant.dropped))),
-        slopes_(slopes),
+        slopes_(slopes.softcap),
+        score_slopes_(slopes.score),
         shown_(masked ? scratch.shown : nullptr),
         sums_distances_(job.variant_gradients.alibi_slopes != nullptr),
         first_distance_(tile.rows.begin + mask.shift() - subtile.keys.begin) {
@@ -164,15 +165,13 @@ class VariantChange {
   }
 
   PANTILE_INLINE Floats finish(Floats ds, int row, int lane) {
+    if (score_slopes_ != nullptr) {
+      ds = through(ds, score_slopes_ + row * kBackwardKeys + lane);
+    }
     if (sums_distances_) {
       distance_sum_ += ds * distances<-1>(first_distance_ + row - lane);
     }
-    if (slopes_ == nullptr) {
-      return ds;
-    }
-    // Slopes of hidden pairs may be anything.
-    const Floats changed = ds * load(slopes_ + row * kBackwardKeys + lane);
-    return select(ds == Floats{}, Floats{}, changed);
+    return slopes_ == nullptr ? ds : through(ds, slopes_ + row * kBackwardKeys + lane);
   }
 
   // Sum of dS times the distance.
@@ -185,9 +184,15 @@ class VariantChange {
   }
 
  private:
+  // Slopes of hidden pairs may be anything.
+  static PANTILE_INLINE Floats through(Floats ds, const float* slopes) {
+    return select(ds == Floats{}, Floats{}, ds * load(slopes));
+  }
+
   const int dropped_;
   const Floats scale_;
   const float* const slopes_;
+  const float* const score_slopes_;
   const std::uint8_t* const shown_;
   const bool sums_distances_;
   const int first_distance_;

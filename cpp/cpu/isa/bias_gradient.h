@@ -39,9 +39,12 @@ PANTILE_INLINE BiasTile bias_tile(const BackwardJob& job, int item) {
   };
 }
 
-// dS of one row tile of one head into scratch.grad_scores.
+// dS of one row tile of one head into scratch.grad_scores: of the scores that the bias was added
+// to, or, with `of_score`, of those that the score of the user's own gave; what that was computed
+// from is then in scratch.score_inputs.
 inline void grad_scores(const BackwardJob& job, const KeyBlock& block, const QueryTile& tile,
-                        const Subtile& subtile, bool masked, const BackwardScratch& scratch) {
+                        const Subtile& subtile, bool masked, bool of_score,
+                        const BackwardScratch& scratch) {
   const Rows q = rows_of(job.dtype, job.q, block.batch, tile.head, tile.rows, job.dim);
   const Rows grad_o = rows_of(job.dtype, job.grad_o, block.batch, tile.head, tile.rows, job.dim_v);
   auto* queries = static_cast<float*>(scratch.queries);
@@ -52,9 +55,13 @@ inline void grad_scores(const BackwardJob& job, const KeyBlock& block, const Que
   const float* delta = head_values(job.delta, job.q.side, block.batch, tile.head) + tile.rows.begin;
   score<FloatMath>(tile, subtile, queries, scratch.keys, job.dim, job.scale, scratch.scores);
   score<FloatMath>(tile, subtile, grads, scratch.values, job.dim_v, 1.0f, scratch.grad_scores);
+  const bool has_score = job.variant.score.exists;
+  const ScoreSlopes wanted{nullptr, has_score ? scratch.score_slopes : nullptr,
+                           of_score ? scratch.score_inputs : nullptr};
   change_rows(job.variant, block.mask, block.batch, tile.head, tile.rows, subtile.keys,
-              kBackwardKeys, scratch.scores, nullptr);
-  VariantChange change(job, block.batch, block.mask, tile, subtile, masked, nullptr, scratch);
+              kBackwardKeys, scratch.scores, wanted);
+  VariantChange change(job, block.batch, block.mask, tile, subtile, masked,
+                       of_score ? ScoreSlopes() : wanted, scratch);
   weigh<FloatMath>(block.mask, tile, subtile, lse, delta, scratch, change);
 }
 
@@ -99,7 +106,8 @@ inline void add_head(const BackwardJob& job, const BiasTile& bias, int batch, in
     if (sight == Sight::none) {
       continue;
     }
-    grad_scores(job, block, QueryTile{head, t, rows}, subtile, sight == Sight::some, scratch);
+    grad_scores(job, block, QueryTile{head, t, rows}, subtile, sight == Sight::some, false,
+                scratch);
     add_grad_scores(bias, rows.size(), subtile.vectors, scratch);
   }
 }

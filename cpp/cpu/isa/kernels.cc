@@ -4,6 +4,7 @@
 
 #include "cpu/isa/backward.h"
 #include "cpu/isa/bias_gradient.h"
+#include "cpu/isa/captured_gradient.h"
 #include "cpu/isa/decode.h"
 #include "cpu/isa/forward.h"
 #include "cpu/isa/forward_fp8.h"
@@ -43,6 +44,10 @@ void run_write_shared_keys(const BackwardJob& job, int item, void*) {
   write_shared_keys(job, item);
 }
 
+void run_captured_gradient(const BackwardJob& job, int item, void* scratch) {
+  captured_gradient(job, item, scratch);
+}
+
 void run_forward_fp8(const Fp8ForwardJob& job, int item, void* scratch) {
   forward_fp8(job, item, scratch);
 }
@@ -58,7 +63,7 @@ void run_merge_decode(const DecodeJob& job, int item, void* scratch) {
 }  // namespace
 
 const KernelTable kKernels = {
-    run_forward,           run_prepare,     run_backward, run_bias_gradient,
+    run_forward,           run_prepare,     run_backward, run_bias_gradient, run_captured_gradient,
     run_write_shared_keys, run_forward_fp8, run_decode,   run_merge_decode,
 };
 

@@ -2,6 +2,7 @@
 // queries sees of a tile of keys, and the bytes of those that it sees in part.
 #pragma once
 
+#include "cpu/isa/expression.h"
 #include "cpu/isa/problem.h"
 
 namespace pantile::cpu::PANTILE_ISA {
@@ -13,6 +14,35 @@ PANTILE_INLINE const std::uint8_t* mask_row(const MaskJob& mask, int batch, int 
   return mask.bytes + batch * mask.batch + head * mask.head + row * mask.query;
 }
 
+// Calls visit(i, j, count, machine) for up to kSlotLanes pairs of a row at a time, whose result 0
+// says which are shown, until it returns false. This is where a mask of the user's own is
+// evaluated.
+template <class Visit>
+inline void evaluate_mask(const MaskJob& mask, int batch, int head, Span rows, Span keys,
+                          const Visit& visit) {
+  Machine machine(mask.program, mask.captured, batch, head);
+  for (int i = rows.begin; i < rows.end; ++i) {
+    for (int j = keys.begin; j < keys.end; j += kSlotLanes) {
+      const int count = core::min_of(kSlotLanes, keys.end - j);
+      machine.run_row(
+          nullptr, PairRow{i, j, 0, 1, rows.end - 1, keys.end - 1, core::ceil_div(count, kLanes)});
+      if (!visit(i, j, count, machine)) {
+        return;
+      }
+    }
+  }
+}
+
+inline bool shows_by_expression(const MaskJob& mask, int batch, int head, int row, int key) {
+  bool shown = false;
+  evaluate_mask(mask, batch, head, Span{row, row + 1}, Span{key, key + 1},
+                [&](int, int, int, const Machine& machine) {
+                  shown = machine.integer(0, 0) != 0;
+                  return true;
+                });
+  return shown;
+}
+
 // Whether the pair is shown.
 inline bool shows(const MaskJob& mask, int batch, int head, int row, int key) {
   switch (mask.form) {
@@ -22,6 +52,7 @@ inline bool shows(const MaskJob& mask, int batch, int head, int row, int key) {
     case MaskForm::documents:
       return mask.query_ids[batch * mask.batch + row] ==
              mask.key_ids[batch * mask.batch_keys + key];
+    case MaskForm::expression: return shows_by_expression(mask, batch, head, row, key);
     default: return true;
   }
 }
@@ -87,12 +118,24 @@ inline Sight sight_of_documents(const MaskJob& mask, int batch, Span rows, Span 
   return q.low == q.high && k.low == k.high ? Sight::all : Sight::some;
 }
 
+inline Sight sight_of_expression(const MaskJob& mask, int batch, int head, Span rows, Span keys) {
+  Seen seen;
+  evaluate_mask(mask, batch, head, rows, keys, [&](int, int, int count, const Machine& machine) {
+    for (int lane = 0; lane < count; ++lane) {
+      seen.add(machine.integer(0, lane) != 0);
+    }
+    return seen.all || !seen.any;
+  });
+  return seen.sight();
+}
+
 // Of rows and keys that are not empty.
 inline Sight sight_of(const MaskJob& mask, int batch, int head, Span rows, Span keys) {
   switch (mask.form) {
     case MaskForm::blocks: return sight_of_blocks(mask, batch, head, rows, keys);
     case MaskForm::elements: return sight_of_elements(mask, batch, head, rows, keys);
     case MaskForm::documents: return sight_of_documents(mask, batch, rows, keys);
+    case MaskForm::expression: return sight_of_expression(mask, batch, head, rows, keys);
     default: return Sight::all;
   }
 }
@@ -102,6 +145,18 @@ inline Sight sight_of(const MaskJob& mask, int batch, int head, Span rows, Span 
 template <bool kByKeys>
 inline void shown_bytes(const MaskJob& mask, int batch, int head, Span rows, Span keys, int ld,
                         std::uint8_t* to) {
+  if (mask.form == MaskForm::expression) {
+    evaluate_mask(mask, batch, head, rows, keys,
+                  [&](int row, int key, int count, const Machine& machine) {
+                    const int i = row - rows.begin;
+                    for (int lane = 0; lane < count; ++lane) {
+                      const int j = key - keys.begin + lane;
+                      to[kByKeys ? j * ld + i : i * ld + j] = machine.integer(0, lane) != 0 ? 1 : 0;
+                    }
+                    return true;
+                  });
+    return;
+  }
   for (int i = 0; i < rows.size(); ++i) {
     for (int j = 0; j < keys.size(); ++j) {
       const bool shown = shows(mask, batch, head, rows.begin + i, keys.begin + j);

@@ -3,35 +3,13 @@
 #pragma once
 
 #include "core/dropout.h"
+#include "cpu/isa/expression.h"
 #include "cpu/isa/problem.h"
 
 namespace pantile::cpu::PANTILE_ISA {
 namespace {
 
 // ---- softcap
-
-// tanh(x) and its derivative; relative error of tanh below 3e-7.
-struct Tanh {
-  Floats value, slope;
-};
-
-// Near 0 a polynomial in x^2, a minimax fit of the relative error (2e-8 for |x| < 0.7); otherwise
-// 1 - 2 / (e^(2|x|) + 1), whose difference is accurate there. NaN stays NaN.
-PANTILE_INLINE Tanh tanh(Floats x) {
-  const Words sign = bits(x) & 0x80000000u;
-  const Floats size = from_bits(bits(x) & 0x7fffffffu);
-  const Floats twice = select(size > splat(20.0f), splat(40.0f), size + size);
-  const Floats rest = splat(2.0f) / (exp(twice) + splat(1.0f));  // 1 - tanh(|x|)
-  const Floats z = x * x;
-  Floats p = splat(-5.13865845e-3f);
-  p = p * z + splat(2.00919658e-2f);
-  p = p * z + splat(-5.35588600e-2f);
-  p = p * z + splat(1.33291110e-1f);
-  p = p * z + splat(-3.33331913e-1f);
-  const Floats near = size + size * z * p;
-  const Floats value = select(size < splat(0.7f), near, splat(1.0f) - rest);
-  return Tanh{from_bits(bits(value) | sign), rest * (splat(2.0f) - rest)};
-}
 
 // Scores of `rows` rows of `vectors` vectors, `ld` floats apart. `slopes` is null, or as large: it
 // takes the derivatives.
@@ -49,10 +27,6 @@ inline void cap_scores(float softcap, int rows, int vectors, int ld, float* scor
 }
 
 // ---- ALiBi
-
-PANTILE_INLINE Floats to_floats(Ints x) {
-  return __builtin_convertvector(x, Floats);
-}
 
 // |first + step * lane| of each lane: distances of neighbours from one query or key.
 template <int kStep>
@@ -112,6 +86,39 @@ inline void add_bias_transposed(const VariantJob& variant, int batch, int head, 
   });
 }
 
+// ---- a score of the user's own
+
+// In S^T, queries along the lanes.
+inline void score_columns(const ScoreJob& score, int batch, int head, Span rows, Span keys, int ld,
+                          float* scores) {
+  Machine machine(score.value, score.captured, batch, head);
+  const int vectors = core::ceil_div(rows.size(), kLanes);
+  for (int j = 0; j < keys.size(); ++j) {
+    float* s = scores + j * ld;
+    machine.run_row(s,
+                    PairRow{rows.begin, keys.begin + j, 1, 0, rows.end - 1, keys.end - 1, vectors});
+    for (int at = 0; at < vectors * kLanes; at += kLanes) {
+      store(s + at, machine.real(0, at));
+    }
+  }
+}
+
+// In S, keys along the lanes; with its derivatives.
+inline void score_rows(const ScoreJob& score, int batch, int head, Span rows, Span keys, int ld,
+                       float* scores, float* slopes) {
+  Machine machine(score.value_and_slope, score.captured, batch, head);
+  const int vectors = core::ceil_div(keys.size(), kLanes);
+  for (int i = 0; i < rows.size(); ++i) {
+    float* s = scores + i * ld;
+    machine.run_row(s,
+                    PairRow{rows.begin + i, keys.begin, 0, 1, rows.end - 1, keys.end - 1, vectors});
+    for (int at = 0; at < vectors * kLanes; at += kLanes) {
+      store(s + at, machine.real(0, at));
+      store(slopes + i * ld + at, machine.real(1, at));
+    }
+  }
+}
+
 // ---- scores of a tile
 
 // S^T of a tile, queries along the lanes, as the forward has it.
@@ -135,14 +142,24 @@ inline void change_columns(const VariantJob& variant, const core::Mask& mask, in
   if (variant.bias != nullptr) {
     add_bias_transposed(variant, batch, head, rows, keys, ld, scores);
   }
+  if (variant.score.exists) {
+    score_columns(variant.score, batch, head, rows, keys, ld, scores);
+  }
 }
 
-// S of a tile, keys along the lanes, as the backward has it. `slopes`: derivatives of the softcap.
+// What change_rows() writes beside the scores, [rows][ld]; null unless wanted or there.
+struct ScoreSlopes {
+  float* softcap = nullptr;  // derivatives of the softcap
+  float* score = nullptr;    // of the score of the user's own: there is one
+  float* inputs = nullptr;   // what that score is computed from
+};
+
+// S of a tile, keys along the lanes, as the backward has it.
 inline void change_rows(const VariantJob& variant, const core::Mask& mask, int batch, int head,
-                        Span rows, Span keys, int ld, float* scores, float* slopes) {
+                        Span rows, Span keys, int ld, float* scores, const ScoreSlopes& slopes) {
   const int vectors = core::ceil_div(keys.size(), kLanes);
   if (variant.softcap > 0.0f) {
-    cap_scores(variant.softcap, rows.size(), vectors, ld, scores, slopes);
+    cap_scores(variant.softcap, rows.size(), vectors, ld, scores, slopes.softcap);
   }
   if (variant.slopes != nullptr) {
     const Floats slope = splat(alibi_slope(variant, batch, head));
@@ -157,6 +174,14 @@ inline void change_rows(const VariantJob& variant, const core::Mask& mask, int b
   }
   if (variant.bias != nullptr) {
     add_bias(variant, batch, head, rows, keys, ld, scores);
+  }
+  if (slopes.inputs != nullptr) {
+    for (int at = 0; at < rows.size() * ld; at += kLanes) {
+      store(slopes.inputs + at, load(scores + at));
+    }
+  }
+  if (variant.score.exists) {
+    score_rows(variant.score, batch, head, rows, keys, ld, scores, slopes.score);
   }
 }
 

@@ -59,7 +59,7 @@ template <class V, class F>
 constexpr void of_variant(V& variant, F&& f) {
   auto& [softcap, has_alibi, alibi_by_batch, has_sinks, has_bias, bias_dtype, bias, dropout,
          batch_offset, head_offset, query_offset, key_offset, has_block_mask, has_element_mask,
-         has_documents, mask_block_size, mask, mask_keys] = variant;
+         has_documents, mask_block_size, mask, mask_keys, score, mask_expression] = variant;
   auto& [batch, head, query, base_align_bytes] = bias;
   f("variant", "softcap", softcap, Feature::softcap);
   f("variant", "has_alibi", has_alibi, Feature::alibi);
@@ -82,6 +82,8 @@ constexpr void of_variant(V& variant, F&& f) {
   f("variant", "mask_block_size", mask_block_size, Feature::none);
   of_mask(mask, f);
   f("variant", "mask_keys", mask_keys, Feature::none);
+  f("variant", "score", score, Feature::score);
+  f("variant", "mask_expression", mask_expression, Feature::mask_expression);
 }
 
 template <class P, class F>
@@ -131,7 +133,8 @@ constexpr void of_forward(P& problem, F&& f) {
 template <class P, class F>
 constexpr void of_backward(P& problem, F&& f) {
   auto& [forward, deterministic, has_grad_lse, has_o_low, wants_grad_alibi, wants_grad_sinks,
-         wants_grad_bias, grad_o, grad_q, grad_k, grad_v] = problem;
+         wants_grad_bias, wants_grad_captured, grad_captured_elements, grad_o, grad_q, grad_k,
+         grad_v] = problem;
   of_forward(forward, f);
   f("", "deterministic", deterministic, Feature::deterministic);
   f("", "has_grad_lse", has_grad_lse, Feature::grad_lse);
@@ -139,6 +142,8 @@ constexpr void of_backward(P& problem, F&& f) {
   f("", "wants_grad_alibi", wants_grad_alibi, Feature::grad_alibi);
   f("", "wants_grad_sinks", wants_grad_sinks, Feature::grad_sinks);
   f("", "wants_grad_bias", wants_grad_bias, Feature::grad_bias);
+  f("", "wants_grad_captured", wants_grad_captured, Feature::grad_captured);
+  f("", "grad_captured_elements", grad_captured_elements, Feature::none);
   of_layout("grad_o", grad_o, f);
   of_layout("grad_q", grad_q, f);
   of_layout("grad_k", grad_k, f);

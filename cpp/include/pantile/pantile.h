@@ -4,6 +4,7 @@
 #include "pantile/attention.h"
 #include "pantile/device.h"
 #include "pantile/dtype.h"
+#include "pantile/expression.h"
 #include "pantile/jit.h"
 #include "pantile/kv.h"
 #include "pantile/plan.h"

@@ -179,13 +179,15 @@ struct ForwardTensors {
 };
 
 // The mask of a canonical problem, in which a side that hides nothing is kUnbounded. Under a causal
-// mask the last query sees the last key, which a shift changes.
+// mask the last query sees the last key, which a shift changes. A mask expression may hide any
+// pair, as a window may.
 constexpr MaskKind mask_kind(const ForwardProblem& problem) {
-  return problem.window_left != kUnbounded    ? MaskKind::window
-         : problem.window_right == kUnbounded ? MaskKind::full
-         : problem.window_right != 0          ? MaskKind::window
-         : problem.has_mask_shift             ? MaskKind::window
-                                              : MaskKind::causal;
+  return problem.variant.mask_expression != Expression::none ? MaskKind::window
+         : problem.window_left != kUnbounded                 ? MaskKind::window
+         : problem.window_right == kUnbounded                ? MaskKind::full
+         : problem.window_right != 0                         ? MaskKind::window
+         : problem.has_mask_shift                            ? MaskKind::window
+                                                             : MaskKind::causal;
 }
 
 // The dtype of O.
@@ -225,6 +227,9 @@ struct BackwardProblem {
   bool wants_grad_alibi = false;
   bool wants_grad_sinks = false;
   bool wants_grad_bias = false;
+  // Of the tensors that the score captures: a bit for each, and how many elements those have.
+  std::uint32_t wants_grad_captured = 0;
+  std::int64_t grad_captured_elements = 0;
   Layout grad_o, grad_q, grad_k, grad_v;
 };
 

@@ -42,6 +42,9 @@ enum class Feature : std::uint8_t {
   block_mask,
   element_mask,
   documents,
+  score,
+  mask_expression,
+  grad_captured,
   key_ranges,  // keys that begin anywhere, each sequence's
   mask_shift,  // a shift of the mask for each sequence
   paged,       // keys in pages: of a forward, or of a cache (kv.h)

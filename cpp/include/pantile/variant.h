@@ -5,6 +5,7 @@
 //   s = softcap * tanh(s / softcap)
 //   s = s - alibi_slopes[h] * |i + Sk - Sq - j|
 //   s = s + bias[b, h, i, j]
+//   s = score(s, b, h, i, j), an expression of the user (expression.h)
 //   mask: the window, and with it the mask below
 //   P = exp(s) / (sum over visible keys of exp(s) + exp(sinks[h]))
 //   P = kept ? P * 256 / (256 - dropped) : 0                                      (dropout)
@@ -34,7 +35,8 @@ struct BiasLayout {
 //   elements   one byte for each pair, not 0: visible. [batch, heads_q, seqlen_q, seqlen_k]
 //   documents  ids, int32, of queries [batch, seqlen_q] and of keys [batch, seqlen_k]: visible
 //              where they are equal, in any order
-enum class MaskForm : std::uint8_t { none = 0, blocks, elements, documents };
+//   expression a condition of the user (expression.h)
+enum class MaskForm : std::uint8_t { none = 0, blocks, elements, documents, expression };
 
 // Distances in elements; 0 along an axis that shares the mask. `query` is between rows of blocks or
 // of bytes; documents have neither it nor heads. Keys are contiguous.
@@ -43,6 +45,25 @@ struct MaskLayout {
   std::int64_t head = 0;
   std::int64_t query = 0;
 };
+
+// A score or mask of the user's own, by number: from parse_expression() of expression.h.
+enum class Expression : std::int32_t { none = 0 };
+
+inline constexpr int kMaxCaptured = 6;  // tensors of one expression
+inline constexpr int kMaxCapturedAxes = 4;
+
+enum class CapturedDType : std::uint8_t { f32 = 0, f16, bf16, i32, boolean };  // boolean: bytes
+
+// A tensor that an expression captures. Distances in elements, any of them 0 or negative.
+struct CapturedTensor {
+  const void* data = nullptr;
+  std::int64_t size[kMaxCapturedAxes] = {1, 1, 1, 1};  // at least 1 along every axis it has
+  std::int64_t stride[kMaxCapturedAxes] = {0, 0, 0, 0};
+};
+
+constexpr std::int64_t captured_elements(const CapturedTensor& tensor) {
+  return tensor.size[0] * tensor.size[1] * tensor.size[2] * tensor.size[3];
+}
 
 // Off, all of it, by default: plain attention.
 struct Variant {
@@ -70,13 +91,17 @@ struct Variant {
   int mask_block_size = 0;     // of blocks: 64 or 128; else 0
   MaskLayout mask;             // of blocks, of bytes, or of the ids of queries
   std::int64_t mask_keys = 0;  // documents: between the ids of keys of two sequences
+
+  Expression score = Expression::none;
+  Expression mask_expression = Expression::none;
 };
 
 constexpr MaskForm mask_form(const Variant& variant) {
-  return variant.has_block_mask     ? MaskForm::blocks
-         : variant.has_element_mask ? MaskForm::elements
-         : variant.has_documents    ? MaskForm::documents
-                                    : MaskForm::none;
+  return variant.has_block_mask                        ? MaskForm::blocks
+         : variant.has_element_mask                    ? MaskForm::elements
+         : variant.has_documents                       ? MaskForm::documents
+         : variant.mask_expression != Expression::none ? MaskForm::expression
+                                                       : MaskForm::none;
 }
 
 struct VariantTensors {
@@ -88,6 +113,9 @@ struct VariantTensors {
   const std::uint8_t* mask = nullptr;       // of blocks or elements; null without them
   const std::int32_t* query_ids = nullptr;  // null unless has_documents
   const std::int32_t* key_ids = nullptr;    // null unless has_documents
+  // Of the expressions, as many as they capture; null without any.
+  const CapturedTensor* score_captured = nullptr;
+  const CapturedTensor* mask_captured = nullptr;
 };
 
 // Gradients of the variant's tensors, fp32, in their shapes; null unless wanted. Written whole. A
@@ -96,6 +124,9 @@ struct VariantGradients {
   float* alibi_slopes = nullptr;
   float* sinks = nullptr;
   float* bias = nullptr;
+  // Of the score's captured tensors, contiguous: kMaxCaptured of them, null unless the bit of
+  // wants_grad_captured is set. Null when no bit is.
+  float* const* captured = nullptr;
 };
 
 }  // namespace pantile

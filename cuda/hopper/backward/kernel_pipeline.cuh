@@ -107,7 +107,7 @@ class Probabilities {
 
   PANTILE_DEVICE void issue_S() {
     prim::wait(storage_.query.full[cursor_.stage], cursor_.parity);
-    issue_square<Config, Config::kHeadDim, !kHooks.softcap>(
+    issue_square<Config, Config::kHeadDim, !kHooks.raw()>(
         S_, ones_, terms_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.lse[0])), k_,
         q_ + prim::descriptor_step(cursor_.stage * sizeof(storage_.q[0])));
   }
@@ -122,17 +122,25 @@ class Probabilities {
     prim::pin(S_);
     if constexpr (kHooks.softcap) {
       variant_.cap(variant_params_, S_);
-    } else {
+    } else if constexpr (!kHooks.raw()) {
       release(storage_.query.empty[cursor_.stage]);
     }
-    if (walk_.template needs_mask<kMask>(tile_, masked_before_, masked_from_)) {
-      const float hidden = kHooks.softcap ? attn::kHiddenCapped : params_.masked_score;
-      mask_scores<kMask>(S_, key_tile_->mask, key_tile_->tile * Config::kTileK,
-                         tile_ * Config::kTileQ, hidden);
-      walk_.hide(S_, hidden);
+    const bool masked = walk_.template needs_mask<kMask>(tile_, masked_before_, masked_from_);
+    if (!kHooks.raw_score && masked) {
+      mask_tile(S_, kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
     }
-    float weights[kHooks.softcap ? 32 : 1];  // P; stage 4 then gets P times the slope
-    if constexpr (kHooks.softcap) {
+    float weights[kHooks.raw() ? 32 : 1];  // P; stage 4 then gets P times the slope
+    if constexpr (kHooks.raw_score) {
+      variant_.weigh(variant_params_, place_of<Config>(*key_tile_, tile_, 0), S_, weights);
+      if (masked) {
+        mask_tile(weights, attn::kHiddenCapped);
+        mask_tile(S_, 0.0f);
+      }
+      scored_weights(weights, S_, storage_.lse[cursor_.stage], variant_, variant_params_,
+                     place_of<Config>(*key_tile_, tile_, 0));
+      __syncwarp();  // all lanes have read the terms of LSE
+      release(storage_.query.empty[cursor_.stage]);
+    } else if constexpr (kHooks.softcap) {
       capped_weights(weights, S_, storage_.lse[cursor_.stage], variant_, variant_params_,
                      place_of<Config>(*key_tile_, tile_, 0));
       __syncwarp();  // all lanes have read the terms of LSE
@@ -164,12 +172,18 @@ class Probabilities {
                                             prim::pack<DType::f16>(S_[8 * j + 7], S_[8 * j + 6])));
     }
     prim::arrive(storage_.p_full);
-    if constexpr (kHooks.softcap) {
+    if constexpr (kHooks.raw()) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         S_[i] = weights[i];
       }
     }
+  }
+
+  PANTILE_DEVICE void mask_tile(float (&scores)[32], float masked_score) const {
+    mask_scores<kMask>(scores, key_tile_->mask, key_tile_->tile * Config::kTileK,
+                       tile_ * Config::kTileQ, masked_score);
+    walk_.hide(scores, masked_score);
   }
 
   // The operand of dV.

@@ -135,7 +135,7 @@ class BackwardCall {
     pass.tile_floats = dq_tile_floats_;
     pass.scale = forward_.scale;
     pass.delta_factor = 1.0f / core::dropout_scale(forward_.variant.dropout);
-    pass.capped_lse = forward_.variant.softcap > 0.0f;
+    pass.capped_lse = takes_raw_scores(forward_.variant);
     pass.sinks = forward_.variant.has_sinks ? tensors_.forward.variant.sinks : nullptr;
     pass.dq_sum = at<float>(offsets_.dq_sum);
     pass.lse_terms = at<uint4>(offsets_.lse_terms);
@@ -143,7 +143,7 @@ class BackwardCall {
     const bool integer = sum == SumKind::integer;
     pass.key_bounds = integer ? at<core::KeyBounds>(offsets_.key_bounds) : nullptr;
     pass.measured = integer ? at<int>(offsets_.measured) : nullptr;
-    // Behind a softcap, rows of what dQ is made of do not sum to a known number.
+    // Behind a softcap and its like, rows of what dQ is made of do not sum to a known number.
     const bool leak = problem_.has_o_low && !pass.capped_lse;
     pass.key_means = leak ? at<float>(offsets_.key_means) : nullptr;
     pass.large_means = leak ? at<int>(offsets_.large_means) : nullptr;

@@ -82,15 +82,14 @@ class PairedSteps {
   }
 
   PANTILE_DEVICE void wait_keys() { prim::wait(storage_.key.full[0], keys_.parity); }
-
   PANTILE_DEVICE void wait_values() { prim::wait(storage_.value.full[0], keys_.parity); }
 
   // Requests S of the next tile of rows, which becomes the tile at work.
   PANTILE_DEVICE void issue_S() {
     prim::wait(storage_.query.full[next_query_.stage], next_query_.parity);
     const int stage = next_query_.stage;
-    issue_scores<!kHooks.softcap>(S_, k_, q_ + prim::descriptor_step(stage * sizeof(storage_.q[0])),
-                                  lse_ + prim::descriptor_step(stage * sizeof(storage_.lse[0])));
+    issue_scores<!kHooks.raw()>(S_, k_, q_ + prim::descriptor_step(stage * sizeof(storage_.q[0])),
+                                lse_ + prim::descriptor_step(stage * sizeof(storage_.lse[0])));
     next_query_.advance();
   }
 
@@ -177,13 +176,19 @@ class PairedSteps {
     if constexpr (kHooks.softcap) {
       variant_.cap(variant_params_, S_);
     }
-    if (walk_.template needs_mask<kMask>(tile_, masked_before_, masked_from_)) {
-      const float hidden = kHooks.softcap ? attn::kHiddenCapped : params_.masked_score;
-      mask_scores<kMask>(S_, key_tile_->mask, key_tile_->tile * Config::kTileK + warpgroup_ * 64,
-                         tile_ * kTileQ, hidden);
-      walk_.hide(S_, hidden);
+    if (!kHooks.raw_score && is_masked()) {
+      mask_tile(S_, kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
     }
-    if constexpr (kHooks.softcap) {
+    if constexpr (kHooks.raw_score) {
+      float P[kScores];
+      variant_.weigh(variant_params_, place(), S_, P);
+      if (is_masked()) {
+        mask_tile(P, attn::kHiddenCapped);
+        mask_tile(S_, 0.0f);
+      }
+      scored_weights(P, S_, storage_.lse[query_stage()], variant_, variant_params_, place());
+      pack_fragment<kDType>(P_, P);
+    } else if constexpr (kHooks.softcap) {
       float P[kScores];
       capped_weights(P, S_, storage_.lse[query_stage()], variant_, variant_params_, place());
       pack_fragment<kDType>(P_, P);
@@ -203,9 +208,9 @@ class PairedSteps {
     }
   }
 
-  // Head dim 64 packs P with dS, softcap with P.
+  // Head dim 64 packs P with dS, softcap and its like with P.
   PANTILE_DEVICE void pack_P() {
-    if constexpr (!kHooks.softcap) {
+    if constexpr (!kHooks.raw()) {
       pack_fragment<kDType>(P_, S_);
     }
     if constexpr (kHooks.dropout) {
@@ -232,7 +237,7 @@ class PairedSteps {
         dS[r] = prim::pack<kDType>(score_gradient(at), score_gradient(at + 1));
       }
       prim::store_matrix_x4_transposed(to + k * 2048, dS[0], dS[1], dS[2], dS[3]);
-      if constexpr (kRowSplit && !kHooks.softcap) {
+      if constexpr (kRowSplit && !kHooks.raw()) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           P_[k][r] = prim::pack<kDType>(S_[8 * k + 2 * r], S_[8 * k + 2 * r + 1]);
@@ -332,7 +337,6 @@ class PairedSteps {
   PANTILE_DEVICE int warpgroup() const { return warpgroup_; }
   PANTILE_DEVICE bool first_lane() const { return lane_ == 0; }
   PANTILE_DEVICE PairedStorage<Config>& storage() { return storage_; }
-
   // Returns at once while a tile of keys is at work. ptxas does not hoist a wgmma wait above
   // exponentials that stand before this one.
   PANTILE_DEVICE void pin_exponentials() { wait_keys(); }
@@ -377,6 +381,16 @@ class PairedSteps {
     return place_of<Config>(*key_tile_, tile_, warpgroup_);
   }
 
+  PANTILE_DEVICE bool is_masked() const {
+    return walk_.template needs_mask<kMask>(tile_, masked_before_, masked_from_);
+  }
+
+  PANTILE_DEVICE void mask_tile(float (&scores)[kScores], float masked_score) const {
+    mask_scores<kMask>(scores, key_tile_->mask, key_tile_->tile * Config::kTileK + warpgroup_ * 64,
+                       tile_ * kTileQ, masked_score);
+    walk_.hide(scores, masked_score);
+  }
+
   // dS of register i.
   PANTILE_DEVICE float score_gradient(int i) {
     float dP = dP_[i];
@@ -396,6 +410,7 @@ class PairedSteps {
       store_slope_part(variant_params_, params_, *key_tile_, head_, 4 * warpgroup_ + warp_,
                        variant_.slope_sum());
     }
+    variant_.finish_head(variant_params_);
   }
 
   // A x B^T over the head dim, both k-major; `terms` are added if kTerms.

@@ -175,6 +175,7 @@ class ScoreGradients {
       store_slope_part(variant_params_, params_, *key_tile_, head_,
                        static_cast<int>(threadIdx.x) % kWarpgroup / 32, variant_.slope_sum());
     }
+    variant_.finish_head(variant_params_);
   }
 
   // dS of register i. Weights that dropout removed are negative.

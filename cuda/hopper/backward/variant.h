@@ -26,6 +26,9 @@ inline attn::VariantParams backward_variant_params(const BackwardProblem& proble
     params.grad_bias_head = layout.head;
     params.grad_bias_query = layout.query;
   }
+  for (int i = 0; i < kMaxCaptured && problem.wants_grad_captured != 0; ++i) {
+    params.grad_captured[i] = tensors.variant.captured[i];
+  }
   return params;
 }
 
@@ -44,6 +47,13 @@ inline Status clear_variant_gradients(const BackwardProblem& problem,
   }
   if (status.ok() && problem.wants_grad_bias) {
     status = clear(tensors.variant.bias, grad_bias_bytes(problem.forward));
+  }
+  const CapturedTensor* captured = tensors.forward.variant.score_captured;
+  for (int i = 0; i < kMaxCaptured && status.ok(); ++i) {
+    if ((problem.wants_grad_captured >> i & 1u) != 0) {
+      status = clear(tensors.variant.captured[i],
+                     static_cast<std::size_t>(captured_elements(captured[i])) * sizeof(float));
+    }
   }
   return status;
 }

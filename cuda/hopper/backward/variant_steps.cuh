@@ -44,10 +44,27 @@ PANTILE_DEVICE void capped_weights(float (&P)[kCount], float (&S)[kCount], const
     P[i] = fmaf(S[i], params.cap_log2, -lse_log2);
   }
   variant.add_terms(params, at, P);
+  variant.hide_raw(params, at, S, P);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     P[i] = prim::exp2_approx(P[i]);
     S[i] = P[i] * fmaf(-S[i], S[i], 1.0f);
+  }
+}
+
+// A score that is not additive: from its values in P and its slopes in S, the weights and, in S,
+// weights times the slope.
+template <int kCount, class Variant, class Terms>
+PANTILE_DEVICE void scored_weights(float (&P)[kCount], float (&S)[kCount], const Terms& lse,
+                                   const Variant& variant, const attn::VariantParams& params,
+                                   const attn::TransposedPlace& at) {
+  variant.hide_raw(params, at, S, P);
+  const int first = 2 * (fresh_thread() & 3);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float lse_log2 = __uint_as_float(lse.row[attn::column_of(i) + first].x);
+    P[i] = prim::exp2_approx(fmaf(P[i], params.cap_log2, -lse_log2));
+    S[i] = Variant::kBoundedSlopes || P[i] != 0.0f ? P[i] * S[i] : 0.0f;
   }
 }
 

@@ -17,6 +17,7 @@
 #pragma once
 
 #include "attn/mask.cuh"
+#include "attn/variant.cuh"
 #include "core/geometry.h"
 #include "hopper/forward/output.cuh"
 #include "hopper/forward/storage.cuh"
@@ -105,9 +106,10 @@ class Guard {
 
 // Adds to the finished tile of O the non-finite values of V that the guards took out. One warp;
 // rare and slow. Lanes share the columns.
-template <ForwardConfig kConfig, DType kDType, class Walk>
-PANTILE_DEVICE void repair(ForwardStorage<kConfig>& s, const ForwardParams& p, const TileInfo& info,
-                           int place, const Walk& walk) {
+template <ForwardConfig kConfig, DType kDType, class Walk, class Variant>
+PANTILE_DEVICE void repair(ForwardStorage<kConfig>& s, const ForwardParams& p,
+                           [[maybe_unused]] const attn::VariantParams& variant_params,
+                           const TileInfo& info, int place, const Walk& walk) {
   const core::Mask mask{info.rows, info.keys, p.window_left, p.window_right};
   const int row_end = core::min_of(info.row0 + kConfig.tile_q(), info.rows);
   const auto* v = static_cast<const std::uint16_t*>(p.v) + info.batch * p.v_strides.batch +
@@ -134,6 +136,11 @@ PANTILE_DEVICE void repair(ForwardStorage<kConfig>& s, const ForwardParams& p, c
         for (int row = first; row < last; ++row) {
           if (!walk.shows(info, row, key)) {
             continue;
+          }
+          if constexpr (Variant::kMasks) {
+            if (!Variant::visible(variant_params, info.batch, info.head, row, key)) {
+              continue;
+            }
           }
           const int local = row - info.row0;
           auto* o = reinterpret_cast<std::uint16_t*>(

@@ -62,6 +62,8 @@ template <class Shape, DType kDType, class Variant, class Walk = SpanWalk>
 PANTILE_DEVICE void forward_body(const ForwardMaps& maps, const ForwardParams& params,
                                  const attn::VariantParams& variant_params) {
   constexpr ForwardConfig kConfig = Shape::kConfig;
+  // Only where tiles may be partly hidden are finished ones scanned, and done again.
+  static_assert(!Variant::kMasks || Shape::kMask == MaskKind::window);
   static_assert(32 * kGuardWarps == kUnusedRowThreads);
   static_assert(sizeof(ForwardStorage<kConfig>) + tile::kTileAlignment <= kConfig.shared_bytes());
   extern __shared__ unsigned char shared[];
@@ -84,11 +86,14 @@ PANTILE_DEVICE void forward_body(const ForwardMaps& maps, const ForwardParams& p
     switch (static_cast<HelperWarp>(warp)) {
       case HelperWarp::load:
         if (prim::elect_one()) {
-          Loader<kConfig, Shape::kMask, Walk>(storage, maps, params, variant_params).run();
+          Loader<kConfig, Shape::kMask, Walk, Variant::kMasks>(storage, maps, params,
+                                                               variant_params)
+              .run();
         }
         break;
       case HelperWarp::store:
-        Storer<kConfig, kDType, Shape::kMask, Walk>(storage, maps, params, variant_params).run();
+        Storer<kConfig, kDType, Shape::kMask, Walk, Variant>(storage, maps, params, variant_params)
+            .run();
         break;
       case HelperWarp::guard0:
       case HelperWarp::guard1:

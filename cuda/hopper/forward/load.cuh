@@ -35,7 +35,8 @@ PANTILE_DEVICE bool locate_rows(const ForwardParams& p, int work, TileInfo& info
   return info.row0 < info.rows;
 }
 
-template <ForwardConfig kConfig, MaskKind kMask, class Walk>
+// kAllMasked: the variant may hide pairs of any tile.
+template <ForwardConfig kConfig, MaskKind kMask, class Walk, bool kAllMasked = false>
 class Loader {
  public:
   PANTILE_DEVICE Loader(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
@@ -140,6 +141,9 @@ class Loader {
       my_.has_claim = false;
       if (locate_rows<kConfig.tile_q()>(p_, walk_.work(work()), info)) {
         walk_.template locate<kConfig.tile_q(), kConfig.tile_k>(p_, info);
+        if constexpr (kAllMasked) {
+          info.full_begin = info.full_end = info.visit_begin;
+        }
         return true;
       }
     }

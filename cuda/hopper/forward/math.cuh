@@ -270,6 +270,7 @@ class MathWarpgroup {
 
   template <bool kMasked>
   PANTILE_DEVICE void step(int key_tile) {
+    static_assert(kMasked || !Variant::kMasks);
     const std::uint32_t before = use_++;  // the use of V that is still to be multiplied
     if constexpr (kMasked) {
       wait_for_guards();
@@ -308,9 +309,11 @@ class MathWarpgroup {
     }
     const int full_begin = kMaskedAtEnd ? full_begin_ : 0;
     wait_for_guards();
+    if constexpr (!Variant::kMasks) {
 #pragma unroll 1
-    for (; key_tile >= full_begin; --key_tile) {
-      step<false>(key_tile);
+      for (; key_tile >= full_begin; --key_tile) {
+        step<false>(key_tile);
+      }
     }
     if constexpr (kMaskedAtEnd) {
 #pragma unroll 1

@@ -9,12 +9,16 @@
 
 namespace pantile::hopper {
 
-template <ForwardConfig kConfig, DType kDType, MaskKind kMask, class Walk>
+template <ForwardConfig kConfig, DType kDType, MaskKind kMask, class Walk, class Variant>
 class Storer {
  public:
   PANTILE_DEVICE Storer(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
                         const ForwardParams& params, const attn::VariantParams& variant_params)
-      : s_(storage), maps_(maps), p_(params), walk_(variant_params) {}
+      : s_(storage),
+        maps_(maps),
+        p_(params),
+        variant_params_(variant_params),
+        walk_(variant_params) {}
 
   PANTILE_DEVICE void run() {
     const bool leader = prim::elect_one();
@@ -57,7 +61,7 @@ class Storer {
     __syncwarp();
     if (s_.needs_repair[ring] != 0) {
       walk_.template begin<kConfig.tile_q()>(p_, info);
-      repair<kConfig, kDType>(s_, p_, info, place, walk_);
+      repair<kConfig, kDType, Walk, Variant>(s_, p_, variant_params_, info, place, walk_);
       if (p_.output_f32) {
         repair_float32<kConfig, kDType>(s_, p_, info, place);
       }
@@ -112,6 +116,7 @@ class Storer {
   ForwardStorage<kConfig>& s_;
   const ForwardMaps& maps_;
   const ForwardParams& p_;
+  const attn::VariantParams& variant_params_;
   Walk walk_;
 };
 
