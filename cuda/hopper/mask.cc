@@ -54,6 +54,7 @@ std::uint32_t mask_forms(const Variant& variant) {
     case MaskForm::blocks: return attn::kBlocksBit;
     case MaskForm::elements: return attn::kElementsBit;
     case MaskForm::documents: return attn::kDocumentsBit;
+    case MaskForm::expression: return 0;  // a hook of the kernel, without lists
   }
   return 0;
 }
