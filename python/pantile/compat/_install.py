@@ -70,7 +70,12 @@ def _answer(name: str, source: str) -> ModuleType:
     return module
 
 
-def install(*names: str, replace: bool = False, operators: bool = False) -> Installation:
+def install(
+    names: str | tuple[str, ...] = ("flash_attn", "flash_attn_interface"),
+    *,
+    replace: bool = False,
+    operators: bool = False,
+) -> Installation:
     """Makes ``import flash_attn`` and ``import flash_attn_interface`` find pantile.
 
     Only the running program is changed, in ``sys.modules``; code that imported the functions of
@@ -78,7 +83,7 @@ def install(*names: str, replace: bool = False, operators: bool = False) -> Inst
     ask for the version of an installed package called flash-attn do not find one.
 
     Args:
-        names: ``"flash_attn"`` and ``"flash_attn_interface"``, the default being both.
+        names: one of ``"flash_attn"`` and ``"flash_attn_interface"``, or both.
         replace: take the name also where another module has been imported under it.
         operators: also define ``torch.ops.flash_attn_3.fwd``, ``bwd``, ``fwd_combine`` and
             ``get_scheduler_metadata``, which torch's provider "FA3" and xformers call.
@@ -91,9 +96,8 @@ def install(*names: str, replace: bool = False, operators: bool = False) -> Inst
     """
     flag("replace", replace)
     flag("operators", operators)
-    chosen = names or tuple(_MODULES)
     wanted: dict[str, str] = {}
-    for name in chosen:
+    for name in (names,) if isinstance(names, str) else names:
         wanted |= _MODULES[choice("names", name, tuple(_MODULES))]
     for name in wanted:
         present = sys.modules.get(name)
