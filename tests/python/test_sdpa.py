@@ -16,9 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+try:
+    from torch.nn.attention import varlen
+except ImportError:
+    varlen = None
 aten = torch.ops.aten
 attention_registry = torch.nn.attention
 has_registry = hasattr(attention_registry, "register_flash_attention_impl")
+needs_varlen = pytest.mark.skipif(varlen is None, reason="this torch has no varlen_attn")
 needs_registry = pytest.mark.skipif(not has_registry, reason="this torch has no registry")
 FORWARD = aten._scaled_dot_product_flash_attention
 
@@ -238,9 +243,7 @@ def packed(lengths, heads, dim=32, seed=0):
     return rows, torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen_attn")
-
-
+@needs_varlen
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (6, 0), (3, 2)])
 def test_varlen_attn(calls, window):
     (q, bounds), (k, keys), (v, _) = (
@@ -278,6 +281,7 @@ def test_varlen_attn(calls, window):
             )
 
 
+@needs_varlen
 def test_varlen_attn_with_used_keys_and_an_output(calls):
     (q, bounds), (k, keys) = packed((5, 31, 12), 4, seed=1), packed((9, 31, 20), 4, seed=2)
     q, k = q.detach(), k.detach()
