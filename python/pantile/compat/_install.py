@@ -19,7 +19,13 @@ _MODULES = {
     },
     "flash_attn_interface": {"flash_attn_interface": "pantile.compat.flash_attn_3"},
 }
-_PRIVATE = {"flash_attn.flash_attn_interface": ("_get_block_size_n",)}
+# Names with an underscore that programs use all the same.
+_PRIVATE: dict[str, dict[str, tuple[str, ...] | None]] = {
+    "flash_attn.flash_attn_interface": {
+        "pantile.compat.flash_attn": ("_get_block_size_n",),
+        "pantile.compat._passes": None,  # what it exports
+    }
+}
 
 
 class Installation:
@@ -56,9 +62,12 @@ def _answer(name: str, source: str) -> ModuleType:
     """A module of that name with the functions of ``source``."""
     ours = importlib.import_module(source)
     module = ModuleType(name, ours.__doc__)
-    exported = (*ours.__all__, *_PRIVATE.get(name, ()))
-    for attribute in exported:
+    for attribute in ours.__all__:
         setattr(module, attribute, getattr(ours, attribute))
+    for other, attributes in _PRIVATE.get(name, {}).items():
+        home = importlib.import_module(other)
+        for attribute in attributes or home.__all__:
+            setattr(module, attribute, getattr(home, attribute))
     module.__all__ = list(ours.__all__)  # type: ignore[attr-defined]
     module.__pantile__ = True  # type: ignore[attr-defined]
     if hasattr(ours, "__version__"):
