@@ -216,25 +216,30 @@ def test_outputs_of_the_cpu_operator_have_the_strides_that_are_traced(calls):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_dropout_shows_its_mask_and_uses_it_again(calls, causal):
+@pytest.mark.parametrize("p", [0.25, 0.22, 0.001])
+def test_dropout_shows_its_mask_and_uses_it_again(calls, causal, p):
+    """Kept weights are divided by 1 - p, as torch defines it; 0.22 is 56/256 here, 0.001 none."""
     q, k, v = operands(heads_k=2, rows=60, keys=60)
     torch.manual_seed(3)
-    o, *_, rng_state, _, signed = FORWARD(q, k, v, 0.25, causal, True)
+    o, *_, rng_state, _, signed = FORWARD(q, k, v, p, causal, True)
     kept = signed >= 0
-    assert 0.1 < 1 - kept.double().mean() < 0.3
+    share = 0.5 if causal else 1.0  # weights that a mask hides count as kept
+    assert abs((1 - kept.double().mean()) - share * pantile.Dropout(p).rate) < 0.03
     mask = bottom_right(60, 60) if causal else None
-    expected, wide = expected_of(q, k, v, mask, kept=kept, rate=0.25)  # 64/256
+    expected, wide = expected_of(q, k, v, mask, kept=kept, rate=p)
     compare(o, (q, k, v), expected, wide)
     seed = rng_state.view(torch.int64)
     again = pantile.attention(
         *(x.transpose(1, 2) for x in (q, k, v)),
         causal=causal,
-        dropout=pantile.Dropout(0.25, seed=seed),
+        dropout=pantile.Dropout(p, seed=seed),
     )
-    assert torch.equal(again.transpose(1, 2), o)
+    factor = (1 - pantile.Dropout(p).rate) / (1 - p)
+    torch.testing.assert_close(factor * again.transpose(1, 2), o, atol=1e-5, rtol=1e-5)
     torch.manual_seed(3)
-    assert torch.equal(FORWARD(q, k, v, 0.25, causal)[0], o)
-    assert not torch.equal(FORWARD(q, k, v, 0.25, causal)[0], o)
+    assert torch.equal(FORWARD(q, k, v, p, causal)[0], o)
+    if pantile.Dropout(p).rate:
+        assert not torch.equal(FORWARD(q, k, v, p, causal)[0], o)
 
 
 def packed(lengths, heads, dim=32, seed=0):
