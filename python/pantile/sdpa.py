@@ -67,6 +67,14 @@ def _in_strides_of(like: Tensor, x: Tensor) -> Tensor:
 # ---- dropout: rng_state is the seed of pantile.Dropout
 
 
+def _torch_scale(v: Tensor, p: float) -> tuple[Tensor, float]:
+    """v times what makes kept weights larger by 1 / (1 - p), and that factor. pantile's own scale
+    is the inverse of the true rate, which is p rounded to a multiple of 1/256; torch defines its
+    operators, their reference and their tests by p."""
+    factor = (1.0 - Dropout(p).rate) / (1.0 - p)
+    return (v if factor == 1.0 else v * factor), factor
+
+
 def _dropout(p: float, seed: Tensor, q: Tensor) -> Variant | None:
     resolved = resolve_variant(None, None, None, None, Dropout(p, seed=seed), None)
     if resolved is None:  # p rounds to 0
@@ -93,6 +101,7 @@ def _forward(q, k, v, call, dropout_p: float, return_debug_mask: bool):
     if dropout_p > 0.0:
         seed = _new_seed(q)
         variant = _dropout(dropout_p, seed, q)
+        v, _ = _torch_scale(v, dropout_p)
         rng_state = seed.view(torch.uint64)
     else:  # nobody reads it
         rng_state = torch.empty(2, dtype=torch.uint64, device=device)
@@ -109,13 +118,17 @@ def _forward(q, k, v, call, dropout_p: float, return_debug_mask: bool):
 
 
 def _backward(grad_out, q, k, v, out, lse, call, dropout_p: float, rng_state: Tensor):
-    if dropout_p > 0.0:
-        variant = _dropout(dropout_p, rng_state.view(torch.int64), q)
-        if variant is not None:
-            return run_variant_backward(
-                *(grad_out, None, q, k, v, out, None, lse, variant, call, False, (False,) * 3)
-            )[:3]
-    return run_backward(grad_out, None, q, k, v, out, None, lse, call, False)
+    if dropout_p == 0.0:
+        return run_backward(grad_out, None, q, k, v, out, None, lse, call, False)
+    variant = _dropout(dropout_p, rng_state.view(torch.int64), q)
+    v, factor = _torch_scale(v, dropout_p)
+    tensors = (grad_out, None, q, k, v, out, None, lse)
+    if variant is None:  # p rounds to 0
+        grads = run_backward(*tensors, call, False)
+    else:
+        grads = run_variant_backward(*tensors, variant, call, False, (False,) * 3)[:3]
+    grad_q, grad_k, grad_v = grads
+    return grad_q, grad_k, grad_v if factor == 1.0 else grad_v * factor
 
 
 # ---- aten::_scaled_dot_product_flash_attention: [batch, heads, seq, dim]

@@ -178,6 +178,29 @@ def keep(saved, context, op, *_, **__):
     return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def compiled_sharded_tensors():
+    """The first call is traced, so that the rules are registered by hand."""
+    from pantile.integrations import dtensor
+
+    dtensor.register()
+    tensors = operands()
+    o, lse = attend(*tensors)
+    expected = torch.autograd.grad(o.sum() + lse.sum(), tensors)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    sharded = spread(tensors, Shard(2))
+    found, found_lse = compiled(*sharded)
+    assert (found.placements, found_lse.placements) == ((Shard(2),), (Shard(1),))
+    grads = torch.autograd.grad(found.sum() + found_lse.sum(), sharded)
+    same(found, o)
+    same(found_lse, lse)
+    for mine, other in zip(grads, expected, strict=True):
+        same(mine, other)
+
+
+def compiled_sharded_parameters():
+    sharded_parameters(compiled=True)
+
+
 def sharded_parameters(compiled=False):
     torch.manual_seed(0)
     plain = Model(None)

@@ -371,7 +371,7 @@ def fill(x: torch.Tensor, name: str) -> None:
         x.fill_(min(value, torch.finfo(x.dtype).max) if name == "large" else value)
         return
     pattern = {"nan": 0x7FFFFFFF, "large": 0x7149F2CA, "inf": 0x7F800000}[name]  # of float32
-    raw = x.detach().view(torch.uint8).view(-1)
+    raw = x.detach().view(-1).view(torch.uint8)  # in this order: x may be a scalar
     raw[raw.numel() // 4 * 4 :].fill_(0x7F)
     if raw.data_ptr() % 4 == 0:
         raw[: raw.numel() // 4 * 4].view(torch.int32).fill_(pattern)

@@ -476,6 +476,66 @@ def test_install_leaves_other_modules_alone(monkeypatch):
         pantile.compat.install("flash_attn_4")
 
 
+# ---- the passes one by one
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"softcap": 2.0}, {"alibi_slopes": torch.full((4,), 0.2)}, {"dropout_p": 0.25}],
+    ids=lambda x: next(iter(x), "plain"),
+)
+def test_passes_equal_the_differentiable_call(packed, change):
+    p, softcap = change.get("dropout_p", 0.0), change.get("softcap", 0.0)
+    alibi = change.get("alibi_slopes")
+    if packed:
+        tensors, lengths = packed_operands()
+    else:
+        tensors, lengths = operands(), ()
+    prefix = "_flash_attn_varlen_" if packed else "_flash_attn_"
+    with pantile.compat.install("flash_attn"):
+        from flash_attn import flash_attn_interface
+
+        forward = getattr(flash_attn_interface, f"{prefix}forward")
+        backward = getattr(flash_attn_interface, f"{prefix}backward")
+    how = (p, 0.3, True, 7, -1, softcap, alibi)
+    out, lse, signed, rng_state = forward(*tensors, *lengths, *how, p > 0)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    named = {"causal": True, "window": (7, None), "scale": 0.3, "softcap": softcap or None}
+    named |= {"alibi": alibi, "dropout": pantile.Dropout(p, seed=rng_state) if p else None}
+    call = pantile.varlen_attention if packed else pantile.attention
+    expected, expected_lse = call(*leaves, *lengths, return_lse=True, **named)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert (signed.numel() > 0) == (p > 0)
+    seed = torch.randn_like(out)
+    places = [torch.full_like(x, torch.nan) for x in tensors]
+    places[1] = None
+    delta = backward(seed, *tensors, out, lse, *places, *lengths, *how, False, rng_state=rng_state)
+    torch.testing.assert_close(delta, (seed * out).sum(-1).transpose(-1, -2))
+    grads = torch.autograd.grad(expected, leaves, seed)
+    for mine, other in ((places[0], grads[0]), (places[2], grads[2])):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+
+
+def test_passes_refuse_by_name():
+    from pantile.compat import _passes
+
+    tensors, lengths = packed_operands()
+    for name in ("block_table", "leftpad_k"):
+        with pytest.raises(pantile.UnsupportedError, match=f"^{name} is "):
+            _passes._flash_attn_varlen_forward(
+                *tensors, *lengths, 0.0, None, False, **{name: SOMETHING}
+            )
+    o = torch.zeros_like(tensors[0])
+    lse = torch.zeros(4, o.shape[0])
+    with pytest.raises(ValueError, match="rng_state is None"):
+        _passes._flash_attn_varlen_backward(
+            *(o, *tensors, o, lse, None, None, None, *lengths),
+            *(0.5, None, False, -1, -1, 0.0, None, False),
+        )
+
+
 # ---- torch.ops.flash_attn_3
 
 

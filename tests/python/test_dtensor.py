@@ -52,11 +52,12 @@ def test_sharded_tensors(tmp_path):
         "packed",
         "learned_tensors",
         "dropout_is_that_of_one_process",
+        "compiled_sharded_tensors",
     )
 
 
 def test_sharded_parameters(tmp_path):
-    run_together(tmp_path, "sharded_parameters")
+    run_together(tmp_path, "sharded_parameters", "compiled_sharded_parameters")
 
 
 def test_saved_operators_are_not_run_again():

@@ -85,6 +85,16 @@ def options(q: torch.Tensor) -> None:
     assert_type(plan.forward.rows[0].reason, str)
 
 
+def doors(q: torch.Tensor, ids: torch.Tensor) -> None:
+    mask = pantile.FlexMask(causal=True, window=(4, None), mask=pantile.Documents(ids))
+    pantile.flex_attention(q, q, q, block_mask=mask, enable_gqa=True)
+    assert_type(pantile.checkpoint_save_ops(), set[Any])
+    with pantile.compat.install("flash_attn", operators=True) as installed:
+        assert_type(installed, pantile.compat.Installation)
+    provider = pantile.sdpa.register(cpu=True)
+    assert_type(provider, pantile.sdpa.Provider | None)
+
+
 def mistakes(q: torch.Tensor, a: np.ndarray[Any, Any], bounds: torch.Tensor) -> None:
     pantile.attention(q, q)  # error: no v
     pantile.attention(q, q, a)  # error: two libraries
@@ -97,4 +107,6 @@ def mistakes(q: torch.Tensor, a: np.ndarray[Any, Any], bounds: torch.Tensor) -> 
     pantile.varlen_attention(q, q, q, bounds, bounds)  # error: no longest lengths
     pantile.Options(backend="tpu")  # error: no such backend
     pantile.Options(tensor_share=0.5)  # error: an experimental option
+    pantile.flex_attention(q, q, q, block_mask=a)  # error: an array
+    pantile.sdpa.register("pantile")  # error: by position
     pantile.fp8.attention(q)  # error: not quantized

@@ -19,7 +19,13 @@ _MODULES = {
     },
     "flash_attn_interface": {"flash_attn_interface": "pantile.compat.flash_attn_3"},
 }
-_PRIVATE = {"flash_attn.flash_attn_interface": ("_get_block_size_n",)}
+# Names with an underscore that programs use all the same.
+_PRIVATE: dict[str, dict[str, tuple[str, ...] | None]] = {
+    "flash_attn.flash_attn_interface": {
+        "pantile.compat.flash_attn": ("_get_block_size_n",),
+        "pantile.compat._passes": None,  # what it exports
+    }
+}
 
 
 class Installation:
@@ -56,9 +62,12 @@ def _answer(name: str, source: str) -> ModuleType:
     """A module of that name with the functions of ``source``."""
     ours = importlib.import_module(source)
     module = ModuleType(name, ours.__doc__)
-    exported = (*ours.__all__, *_PRIVATE.get(name, ()))
-    for attribute in exported:
+    for attribute in ours.__all__:
         setattr(module, attribute, getattr(ours, attribute))
+    for other, attributes in _PRIVATE.get(name, {}).items():
+        home = importlib.import_module(other)
+        for attribute in attributes or home.__all__:
+            setattr(module, attribute, getattr(home, attribute))
     module.__all__ = list(ours.__all__)  # type: ignore[attr-defined]
     module.__pantile__ = True  # type: ignore[attr-defined]
     if hasattr(ours, "__version__"):
@@ -70,7 +79,12 @@ def _answer(name: str, source: str) -> ModuleType:
     return module
 
 
-def install(*names: str, replace: bool = False, operators: bool = False) -> Installation:
+def install(
+    names: str | tuple[str, ...] = ("flash_attn", "flash_attn_interface"),
+    *,
+    replace: bool = False,
+    operators: bool = False,
+) -> Installation:
     """Makes ``import flash_attn`` and ``import flash_attn_interface`` find pantile.
 
     Only the running program is changed, in ``sys.modules``; code that imported the functions of
@@ -78,7 +92,7 @@ def install(*names: str, replace: bool = False, operators: bool = False) -> Inst
     ask for the version of an installed package called flash-attn do not find one.
 
     Args:
-        names: ``"flash_attn"`` and ``"flash_attn_interface"``, the default being both.
+        names: one of ``"flash_attn"`` and ``"flash_attn_interface"``, or both.
         replace: take the name also where another module has been imported under it.
         operators: also define ``torch.ops.flash_attn_3.fwd``, ``bwd``, ``fwd_combine`` and
             ``get_scheduler_metadata``, which torch's provider "FA3" and xformers call.
@@ -91,9 +105,8 @@ def install(*names: str, replace: bool = False, operators: bool = False) -> Inst
     """
     flag("replace", replace)
     flag("operators", operators)
-    chosen = names or tuple(_MODULES)
     wanted: dict[str, str] = {}
-    for name in chosen:
+    for name in (names,) if isinstance(names, str) else names:
         wanted |= _MODULES[choice("names", name, tuple(_MODULES))]
     for name in wanted:
         present = sys.modules.get(name)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pantile._attention import load_torch
 from pantile._schema import (
     BACKWARD,
     BACKWARD_VARIANT,
@@ -172,6 +173,7 @@ def register() -> None:
         return
     from torch.distributed.tensor.experimental import register_sharding
 
+    load_torch()  # pantile may have been imported before torch
     ops = torch.ops.pantile
     for op, rules in (
         (ops.forward.default, _forward_rules(FORWARD, False)),
