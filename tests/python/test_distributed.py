@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import pathlib
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -256,3 +260,14 @@ def test_auto_layouts():
 def test_plan_refuses(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         plan(**{"ranks": 2, "rank": 0, **arguments})
+
+
+def test_example_has_the_losses_of_one_process(tmp_path):
+    script = pathlib.Path(__file__).parents[2] / "examples" / "train_long.py"
+    out = tmp_path / "losses.json"
+    small = "--steps 3 --tokens 500 --layers 1 --width 32 --heads 2 --key-heads 1"
+    command = [sys.executable, str(script), *small.split(), "--out", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    losses = json.loads(out.read_text())
+    assert losses["one"] == pytest.approx(losses["several"], abs=1e-5)
+    assert losses["one"][-1] < losses["one"][0]

@@ -18,7 +18,7 @@ from pantile._masks import UNBOUNDED, visible_pairs
 KEY_TILE = 768
 _QUERY_TILE = 128  # runs are cut at multiples of this where the lengths leave the choice
 _CHUNKS_PER_RANK = 16
-_LARGEST_CHUNK = 512
+_LARGEST_CHUNK = 4096
 _SMALLEST_CHUNK = 16
 
 LAYOUTS = ("auto", "zigzag", "contiguous", "documents")

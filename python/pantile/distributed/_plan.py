@@ -345,7 +345,7 @@ def plan(
             chunks of documents, balanced in tokens and work; ``"auto"``: the first of them that is
             balanced.
         chunk: tokens of a chunk of ``"documents"``; default about a sixteenth of a share, at most
-            512.
+            4096.
         slack: by how much the work of a rank may exceed the mean, to keep documents together.
         ranks, rank: in place of a mesh: the plan of one of ``ranks``, to look at it; such a plan
             does not communicate.
