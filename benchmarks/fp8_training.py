@@ -2,14 +2,19 @@
 ``pantile.attention`` as autograd runs them, quantising included.
 
     python benchmarks/fp8_training.py --out benchmarks/results/h200_fp8_training.jsonl
+    python benchmarks/fp8_training.py --runs demo/losses.json --out ...      # needs no GPU
 
-A record is one cell (head dim, mask, length; 16384 tokens, hidden size 2048) with milliseconds of
-the step, of the forward alone and of the backward alone, and what autograd keeps in between."""
+With ``--runs`` it summarises training runs of ``examples/train_gpt.py`` instead: a record for each
+run, with its loss in a hundred parts and the cosines of gradients. Otherwise a record is one cell
+(head dim, mask, length; 16384 tokens, hidden size 2048) with milliseconds of the step, of the
+forward alone and of the backward alone, and what autograd keeps in between.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 import sys
 
@@ -82,6 +87,42 @@ def run_cell(length: int, head_dim: int, causal: bool, rounds: int) -> dict:
     return record
 
 
+def summary(report: dict, run: dict) -> dict:
+    """Of one run in the ``losses.json`` of train_gpt.py."""
+    losses = run["losses"]
+    part, tenth = max(1, len(losses) // 100), max(1, len(losses) // 10)
+    parts = [losses[i : i + part] for i in range(0, len(losses), part)]
+    fields = ("device", "layers", "width", "heads", "context", "batch", "qk_norm", "outliers")
+    return {
+        "kind": "fp8_training_run",
+        "attention": run["attention"],
+        **{name: report[name] for name in fields},
+        "steps": len(losses),
+        "torch": report["torch"],
+        "commit": report["commit"],
+        "finite": all(math.isfinite(x) for x in losses),
+        "loss": [round(sum(some) / len(some), 4) for some in parts],
+        "last_tenth": round(sum(losses[-tenth:]) / tenth, 5),
+        "largest_norm": round(max(run["gradient_norms"]), 3),
+        "step_ms": round(run["step_seconds"] * 1e3, 3),
+        "peak_bytes": run["peak_bytes"],
+        "gradients": [
+            {
+                "step": found["step"],
+                "least_cosine": round(min(found["cosine"]), 4),
+                "mean_cosine": round(sum(found["cosine"]) / len(found["cosine"]), 4),
+            }
+            for found in run["gradients"]
+        ],
+    }
+
+
+def write(out: pathlib.Path | None, record: dict) -> None:
+    if out:
+        with out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, help="append records to this file")
@@ -89,7 +130,16 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,4096,8192,16384")
     parser.add_argument("--masks", default="full,causal")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--runs", type=pathlib.Path, nargs="*", help="losses.json of train_gpt.py, to summarise"
+    )
     arguments = parser.parse_args()
+    for path in arguments.runs or ():
+        report = json.loads(path.read_text())
+        for run in report["runs"]:
+            write(arguments.out, summary(report, run))
+    if arguments.runs:
+        return
     if not torch.cuda.is_available():
         sys.exit("fp8_training.py needs a CUDA device")
     machine = {
@@ -106,9 +156,7 @@ def main() -> None:
                 base = step["bf16"]
                 shown = ", ".join(f"{n} {ms:.3f} ({base / ms:.2f}x)" for n, ms in step.items())
                 print(f"d{head_dim} {mask} {length}: {shown}", flush=True)
-                if arguments.out:
-                    with arguments.out.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
+                write(arguments.out, record)
 
 
 if __name__ == "__main__":

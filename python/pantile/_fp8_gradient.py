@@ -44,7 +44,6 @@ from pantile._schema import (
 
 Tensor = torch.Tensor
 
-_SOURCE_COUNT = 3  # q, k and v come before the operands
 _DEQUANTIZED = DEQUANTIZE.operand_count  # the operands that pantile::dequantize takes
 
 
@@ -162,12 +161,12 @@ def _recomputed(ctx, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple:
 class Fp8Attention(torch.autograd.Function):
     """``pantile::fp8_forward``, differentiable with respect to what was quantised.
 
-    The last argument is the grad mode for the operator, or what runs without the dispatcher.
+    ``rest``: its other arguments, as one, because every argument costs time. ``how``: the grad mode
+    for the operator, or what runs without the dispatcher.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, *rest):
-        *rest, how = rest
+    def forward(ctx, q, k, v, rest, how):
         a = FP8_FORWARD.split((q, k, v, *rest))
         if callable(how):
             o, lse = how(a)
@@ -184,17 +183,16 @@ class Fp8Attention(torch.autograd.Function):
             ctx.how = (call, Form(*(getattr(a, name) for name in Form._fields)), a.deterministic)
         ctx.recomputes = a.fp8_backward == "recompute"
         ctx.dtypes = q.dtype, k.dtype, v.dtype
-        ctx.count = len(rest) + 1
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx, grad_o, grad_lse):
         if grad_o is None and grad_lse is None:
-            return (None,) * (_SOURCE_COUNT + ctx.count)
+            return None, None, None, None, None
         grads = (_recomputed if ctx.recomputes else _paired)(ctx, grad_o, grad_lse)
         cast = (g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True))
-        return (*cast, *(None,) * ctx.count)
+        return (*cast, None, None)
 
     jvp = staticmethod(_ops._no_forward_mode)
 

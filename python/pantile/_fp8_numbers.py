@@ -95,9 +95,14 @@ def _new_numbers(a) -> tuple:
     return tuple(a.codes_q.new_empty((*dense, *shape), dtype=a.dtype) for shape in shapes)
 
 
+def _dequantize_kernel(*arguments):
+    _check_numbers(DEQUANTIZE.split(arguments))
+    return run_dequantize(*arguments)
+
+
 def run_dequantize(*arguments):
+    """Of operands that one call of the quantiser made."""
     a = DEQUANTIZE.split(arguments)
-    _check_numbers(a)
     follow_threads()
     q, k, v = _new_numbers(a)
     codes = arguments[: DEQUANTIZE.operand_count]
@@ -124,6 +129,6 @@ def _vmap_dequantize(info, in_dims, *args):
 
 
 for _key in ("CPU", "CUDA"):
-    _library.impl("dequantize", run_dequantize, _key)
+    _library.impl("dequantize", _dequantize_kernel, _key)
 _library.impl("dequantize", _dequantize_autograd, "Autograd")
 torch.library.register_vmap("pantile::dequantize", _vmap_dequantize, lib=_library)

@@ -177,7 +177,7 @@ def _fake_fp8_forward(*arguments):
 def _fp8_forward_autograd(*args):
     source = [x for x in args[:_SOURCE_COUNT] if x is not None]
     if len(source) == _SOURCE_COUNT and _ops.differentiates(source):
-        return _ops.apply(Fp8Attention, *args)
+        return _ops.apply(Fp8Attention, *source, args[_SOURCE_COUNT:])
     with below_autograd():
         return fp8_forward_op(*args)
 
@@ -380,7 +380,7 @@ def attention(operands: Quantized, call, how: tuple, deterministic, checked, ret
     if not takes_short_cut((*operands.operands, *present((*source, *operands.lengths)))):
         o, lse = fp8_forward_op(*source, *arguments)
     elif recorded and records_any(source):
-        o, lse = apply_directly(*source, *arguments, run_fp8_forward)
+        o, lse = apply_directly(*source, arguments, run_fp8_forward)
     else:
         o, lse = run_fp8_forward(FP8_FORWARD.split((None, None, None, *arguments)))
     return (o, lse) if return_lse else o

@@ -66,11 +66,10 @@ class Options:
     fp8_exp: how FP8 turns scores into weights: ``"code"`` computes the e4m3 code of a weight
         straight from its score, an approximation to e4m3's own precision and the fastest;
         ``"exp2"`` rounds the true exponential; ``"mixed"`` does each for half of them.
-    fp8_backward: what the backward of FP8 attention works on. ``"recompute"``: on q, k and v as
-        they came, for which it runs a 16-bit forward again; the gradients are those of the
-        unquantised attention. ``"bf16"``: on what the codes stand for, with the O and LSE of the
-        FP8 forward; saves half the memory and needs no second forward, and the gradients carry the
-        rounding of FP8 (docs/fp8.md).
+    fp8_backward: what the backward of FP8 attention works on. ``"bf16"``: on what the codes stand
+        for, with the O and LSE of the FP8 forward; the gradients carry the rounding of FP8.
+        ``"recompute"``: on q, k and v as they came, for which it runs a 16-bit forward again; the
+        gradients are those of the unquantised attention (docs/fp8.md).
     output_dtype: ``None`` gives o the dtype of q. ``"float32"`` (or ``torch.float32``) gives it as
         accumulated: normalised like any output, but not rounded to 16 bits. For partial results
         over parts of the keys, which :func:`pantile.merge_attention` joins.
@@ -92,7 +91,7 @@ class Options:
     checked: bool = False
     fp8: bool = False
     fp8_exp: Literal["code", "mixed", "exp2"] = "code"
-    fp8_backward: Literal["bf16", "recompute"] = "recompute"
+    fp8_backward: Literal["bf16", "recompute"] = "bf16"
     output_dtype: torch.dtype | type | Literal["float32"] | None = None
     softmax: Literal["auto", "vector", "tensor"] | SoftmaxOptions = DEFAULT_UNIT
 

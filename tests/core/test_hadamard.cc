@@ -16,6 +16,7 @@ using pantile::core::hadamard_factor;
 using pantile::core::hadamard_group;
 using pantile::core::hadamard_rotate;
 using pantile::core::hadamard_sign_word;
+using pantile::core::rotation_balance;
 
 // Entry (i, j) of Sylvester's matrix: -1 to the number of common one bits.
 double sylvester(int i, int j) {
@@ -130,6 +131,14 @@ TEST(Hadamard, SignsAreBalanced) {
   }
   EXPECT_GT(negative, 96);
   EXPECT_LT(negative, 160);
+}
+
+TEST(Hadamard, TheBalanceIsTheRootOfTheGroupOrHalfAnOctaveBelow) {
+  constexpr int kExpected[][2] = {{1, 1},  {2, 1},  {4, 2},   {8, 2},   {16, 4},
+                                  {32, 4}, {64, 8}, {128, 8}, {256, 16}};
+  for (const auto& [group, balance] : kExpected) {
+    EXPECT_EQ(rotation_balance(group), balance) << group;
+  }
 }
 
 }  // namespace
