@@ -84,7 +84,8 @@ def _slots(k: Tensor, slots_before_heads: bool) -> int:
 # ---- decode
 
 
-def _decode_kernel(*arguments):
+def _run_decode(*arguments):
+    """(o, lse), lse None when it is not wanted."""
     cache, (q, tree_mask, sinks, schedule) = arguments[:_COUNT], arguments[_COUNT : _COUNT + 4]
     numbers = arguments[_COUNT + 4 : _COUNT + 4 + _NUMBER_COUNT]
     wants_lse, output_f32, checked = arguments[_COUNT + 4 + _NUMBER_COUNT :]
@@ -96,14 +97,28 @@ def _decode_kernel(*arguments):
         slots = _slots(cache[0], numbers[2])
         _check_contents(cache, slots, rows, longest, 0, numbers[1])
     o, lse = _new_outputs(q, numbers[3], wants_lse, output_f32)
-    _C.decode(q, o, lse if wants_lse else None, cache, numbers, tree_mask, sinks, schedule)
+    _C.decode(q, o, lse, cache, numbers, tree_mask, sinks, schedule)
     return o, lse
 
 
+def _decode_kernel(*arguments):
+    o, lse = _run_decode(*arguments)
+    return o, _no_lse(o) if lse is None else lse
+
+
+def _no_lse(o: Tensor) -> Tensor:
+    return o.new_empty((0,), dtype=torch.float32)
+
+
 def _new_outputs(q: Tensor, head_dim_v: int, wants_lse: bool, output_f32: bool):
-    o = q.new_empty((*q.shape[:-1], head_dim_v), dtype=torch.float32 if output_f32 else q.dtype)
-    shape = _direct.lse_shape(q.shape) if wants_lse else (0,)
-    return o, q.new_empty(shape, dtype=torch.float32)
+    if not output_f32 and q.shape[-1] == head_dim_v and q.is_contiguous():
+        o = torch.empty_like(q)
+    else:
+        dtype = torch.float32 if output_f32 else q.dtype
+        o = q.new_empty((*q.shape[:-1], head_dim_v), dtype=dtype)
+    if not wants_lse:
+        return o, None
+    return o, q.new_empty(_direct.lse_shape(q.shape), dtype=torch.float32)
 
 
 def _check_fake(cache, q: Tensor, others: dict[str, Tensor | None]) -> None:
@@ -130,7 +145,8 @@ def _fake_decode(*arguments):
     numbers = arguments[_COUNT + 4 : _COUNT + 4 + _NUMBER_COUNT]
     wants_lse, output_f32, _ = arguments[_COUNT + 4 + _NUMBER_COUNT :]
     _check_fake(cache, q, {"tree_mask": tree_mask, "sinks": sinks, "schedule": schedule})
-    return _new_outputs(q, numbers[3], wants_lse, output_f32)
+    o, lse = _new_outputs(q, numbers[3], wants_lse, output_f32)
+    return o, _no_lse(o) if lse is None else lse
 
 
 # ---- schedules
@@ -246,7 +262,7 @@ def _run(kernel, op, tensors: tuple, rest: tuple):
 
 def decode(cache: tuple, q, tree_mask, sinks, schedule, numbers: tuple, flags: tuple):
     tensors = (*cache, q, tree_mask, sinks, schedule)
-    return _run(_decode_kernel, decode_op, tensors, (*numbers, *flags))
+    return _run(_run_decode, decode_op, tensors, (*numbers, *flags))
 
 
 def append(cache: tuple, tensors: tuple, rest: tuple):
