@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pantile import _C
-from pantile._arguments import flag
+from pantile._arguments import flag, length
 from pantile._explain import PassExplanation, Verdict
-from pantile._kv import _arrays, _cache, _longest, _numbers, _options
-from pantile._kv_cache import tensor
+from pantile._kv import _arrays, _cache, _check_query, _longest, _numbers, _options
 
 if TYPE_CHECKING:
     from pantile._kv import Split
@@ -37,6 +36,16 @@ class DecodeExplanation:
         lines = self.decode.lines("decode", self.verbose)
         lines.insert(1, f"  split: {self.split}; a schedule has {self.schedule_ints} entries")
         return "\n".join(lines)
+
+
+def _check_operands(q: Tensor, arrays: tuple) -> None:
+    from pantile import _fake, _kv_ops
+
+    for name, x in zip(("q", *_kv_ops.CACHE), (q, *arrays), strict=True):
+        if x is not None:
+            _fake.check_operand(name, x, arrays[0])
+            if x.device.type == "meta":
+                raise ValueError(f"{name} is on meta; it must be on the CPU or a CUDA device")
 
 
 def explain_decode(
@@ -74,7 +83,7 @@ def explain_decode(
         TypeError, ValueError: as :func:`pantile.decode`.
     """
     cache = _cache(cache)
-    tensor("q", q)
+    _check_query(q, cu_seqlens_q)
     resolved = _options(options)
     for name, value in (
         ("tree_mask", tree_mask),
@@ -87,7 +96,9 @@ def explain_decode(
     arrays = _arrays(
         cache, lengths, block_table, cache_index, leftpad, cu_seqlens_q, cu_seqlens_new
     )
-    numbers = _numbers(cache, longest, seqlen_new, None, causal, window, softcap, split, resolved)
+    _check_operands(q, arrays)
+    new = length("seqlen_new", seqlen_new)
+    numbers = _numbers(cache, longest, new, None, causal, window, softcap, split, resolved)
     answer = _C.explain_decode(
         q, arrays, numbers, tree_mask, sinks, resolved.output_f32, return_lse
     )

@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from pantile._types import Tensor
 
 
+def _check_ints(name: str, x: Any, count: int | None, first: Tensor) -> None:
+    """int32 ``[count]`` on the device of the cache; None: any count from 1 on."""
+    import torch
+
+    from pantile._fake import check_operand, require_dtype
+
+    check_operand(name, tensor(name, x, "an int32 torch.Tensor"), first)
+    require_dtype(name, x, torch.int32)
+    if x.ndim != 1 or x.shape[0] != (max(x.shape[0], 1) if count is None else count):
+        expected = "[groups + 1]" if count is None else f"[{count}]"
+        raise ValueError(f"{name} has shape {list(x.shape)}; it must be {expected}")
+
+
 def decode_shared_prefix(
     q: Tensor,
     cache: KVCache,
@@ -64,9 +77,10 @@ def decode_shared_prefix(
     """
     import torch
 
+    from pantile._fake import check_operand
+
     cache = _cache(cache)
-    for name, x in (("q", q), ("cu_members", cu_members), ("prefix_lengths", prefix_lengths)):
-        tensor(name, x)
+    check_operand("q", tensor("q", q), cache.k)
     flag("return_lse", return_lse)
     table = (
         cache.block_table if optional_tensor("block_table", block_table) is None else block_table
@@ -75,6 +89,9 @@ def decode_shared_prefix(
         raise ValueError("block_table is None; a shared prefix needs a cache of pages")
     if q.ndim != 4:
         raise ValueError(f"q has {q.ndim} dimensions; it must have 4")
+    _check_ints("lengths", lengths, q.shape[0], cache.k)
+    _check_ints("cu_members", cu_members, None, cache.k)
+    _check_ints("prefix_lengths", prefix_lengths, cu_members.shape[0] - 1, cache.k)
     members = length("max_members", max_members)
     batch, queries = q.shape[:2]
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
