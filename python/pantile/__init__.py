@@ -21,6 +21,8 @@ from pantile._info import build_info, cuda_reason, devices, kernels
 from pantile._jit import install as _install_jit
 from pantile._kv import append, decode, decode_schedule, mla_decode
 from pantile._kv_cache import KVCache
+from pantile._kv_explain import DecodeExplanation, explain_decode
+from pantile._kv_prefix import decode_shared_prefix
 from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
@@ -28,6 +30,7 @@ from pantile._variants import BlockMask, Documents, Dropout, dropout_mask
 
 __all__ = [
     "BlockMask",
+    "DecodeExplanation",
     "Documents",
     "Dropout",
     "Explanation",
@@ -45,10 +48,12 @@ __all__ = [
     "cuda_reason",
     "decode",
     "decode_schedule",
+    "decode_shared_prefix",
     "devices",
     "dropout_mask",
     "experimental",
     "explain",
+    "explain_decode",
     "fp8",
     "kernels",
     "load_torch",

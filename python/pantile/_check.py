@@ -10,6 +10,7 @@ import torch
 import pantile
 from pantile import reference
 
+_PASSES = ("forward", "backward")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 MASKS = {
     "full": {},
@@ -62,7 +63,7 @@ def _head_dims(backend: str, dtype: str) -> list[int]:
         {
             row["head_dim"]
             for row in pantile.kernels()
-            if row["backend"] == backend and row["dtype"] == dtype
+            if row["backend"] == backend and row["dtype"] == dtype and row["pass"] in _PASSES
         }
     )
 

@@ -14,9 +14,11 @@ _PADDING = "it is not supported; pack the sequences for varlen_attention, or giv
 _OPTIONS = "choose with options=pantile.Options({})"
 _WINDOW = "use window, where None or -1 lifts a side"
 _CACHE = (
-    "a cache is not supported; give the keys as k and v, and their number in seqused_k of "
-    "varlen_attention"
+    "use pantile.decode with a pantile.KVCache, or give the keys as k and v, and their number in "
+    "seqused_k of varlen_attention"
 )
+_PAGED = "use pantile.decode with a pantile.KVCache of pages"
+_ROTARY = "apply it to q and k first; pantile.decode and pantile.append have rotary"
 
 # Arguments of attention() and varlen_attention() elsewhere.
 _ANSWERS = {
@@ -78,11 +80,11 @@ _ANSWERS = {
     "cache_seqlens": "use seqused_k of varlen_attention",
     "k_cache": _CACHE,
     "v_cache": _CACHE,
-    "block_table": "paged keys are not supported",
-    "page_table": "paged keys are not supported",
-    "rotary_cos": "rotary embedding is not supported; apply it to q and k first",
-    "rotary_sin": "rotary embedding is not supported; apply it to q and k first",
-    "rotary_interleaved": "rotary embedding is not supported; apply it to q and k first",
+    "block_table": _PAGED,
+    "page_table": _PAGED,
+    "rotary_cos": _ROTARY,
+    "rotary_sin": _ROTARY,
+    "rotary_interleaved": _ROTARY,
     # results
     "return_attn_probs": "use return_lse; probabilities are never stored",
     "return_softmax": "use return_lse; probabilities are never stored",

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from pantile._arguments import choice, flag, integer, length, optional_scale, real, shown
+from pantile._arguments import (
+    MAX_SEQLEN,
+    choice,
+    flag,
+    integer,
+    length,
+    optional_scale,
+    real,
+    shown,
+)
 from pantile._kv_cache import KVCache, optional_tensor, tensor
 from pantile._masks import window_bounds
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
@@ -26,9 +35,9 @@ def _split(split: object) -> tuple[str, int]:
         choice("split", split, ("auto", "invariant"))
         return ("automatic" if split == "auto" else "invariant"), 0
     keys = integer("split", split, '"auto", "invariant" or an integer')
-    if keys < _SPLIT_GRANULE or keys % _SPLIT_GRANULE:
+    if not _SPLIT_GRANULE <= keys <= MAX_SEQLEN or keys % _SPLIT_GRANULE:
         raise ValueError(
-            f'split is {keys}; it must be "auto", "invariant" or a positive multiple of '
+            f'split is {shown(keys)}; it must be "auto", "invariant" or a positive multiple of '
             f"{_SPLIT_GRANULE} keys"
         )
     return "fixed", keys
@@ -76,6 +85,12 @@ def _arrays(
         table,
         *(optional_tensor(name, x) for name, x in arrays.items()),
     )
+
+
+def _check_query(q: Any, cu_seqlens_q: object) -> None:
+    rank = 4 if cu_seqlens_q is None else 3
+    if tensor("q", q).ndim != rank:
+        raise ValueError(f"q has {q.ndim} dimensions; it must have {rank}")
 
 
 def _longest(name: str, value: object, packed: bool) -> int:
@@ -332,7 +347,7 @@ def decode(
     from pantile import _kv_ops
 
     cache = _cache(cache)
-    tensor("q", q)
+    _check_query(q, cu_seqlens_q)
     for name, value in (("return_lse", return_lse), ("rotary_interleaved", rotary_interleaved)):
         flag(name, value)
     options = _options(options)
@@ -417,7 +432,7 @@ def decode_schedule(
     from pantile import _kv_ops
 
     cache = _cache(cache)
-    tensor("q", q)
+    _check_query(q, cu_seqlens_q)
     resolved = _options(options)
     for name, value in (("tree_mask", tree_mask), ("sinks", sinks), ("return_lse", return_lse)):
         flag(name, value)
@@ -429,6 +444,18 @@ def decode_schedule(
     numbers = _numbers(cache, longest_q, new, None, causal, window, softcap, split, resolved)
     flags = tree_mask, sinks, return_lse, resolved.output_f32, resolved.checked
     return _kv_ops.decode_schedule(arrays, q, numbers, flags)
+
+
+def _joined(name: str, x: Any, other_name: str, other: Any) -> Any:
+    """Side by side along the last axis."""
+    import torch
+
+    if x.shape[:-1] != other.shape[:-1] or x.dtype is not other.dtype:
+        raise ValueError(
+            f"{other_name} is {shown(other)} and {name} {shown(x)}; they must be alike but for the "
+            "last axis"
+        )
+    return torch.cat((x, other), -1)
 
 
 def mla_decode(
@@ -467,12 +494,20 @@ def mla_decode(
         TypeError, ValueError, pantile.UnsupportedError: as :func:`pantile.decode`.
     """
 
-    import torch
+    from pantile._fake import check_operand
 
     cache = _cache(cache)
-    for name, x, dim in (("q_nope", q_nope, _LATENT), ("q_rope", q_rope, _ROPE)):
-        if tensor(name, x).shape[-1] != dim:
-            raise ValueError(f"{name} has {x.shape[-1]} channels; it must have {dim}")
+    for name, x, dim in (
+        ("q_nope", q_nope, _LATENT),
+        ("q_rope", q_rope, _ROPE),
+        ("latent_new", latent_new, _LATENT),
+        ("rope_new", rope_new, _ROPE),
+    ):
+        if x is None and name.endswith("new"):
+            continue
+        check_operand(name, tensor(name, x), cache.k)
+        if x.ndim < 2 or x.shape[-1] != dim:
+            raise ValueError(f"{name} has shape {list(x.shape)}; its last axis must be {dim}")
     expected = (1, _LATENT + _ROPE, _LATENT)
     if cache.v is not None or (cache.heads_k, cache.head_dim, cache.head_dim_v) != expected:
         raise ValueError(
@@ -487,7 +522,6 @@ def mla_decode(
         raise ValueError("latent_new and rope_new must be given together")
     k_new = None
     if latent_new is not None:
-        k_new = torch.cat((tensor("latent_new", latent_new), tensor("rope_new", rope_new)), -1)
-        k_new = k_new.unsqueeze(-2)
-    q = torch.cat((q_nope, q_rope), -1)
+        k_new = _joined("latent_new", latent_new, "rope_new", rope_new).unsqueeze(-2)
+    q = _joined("q_nope", q_nope, "q_rope", q_rope)
     return decode(q, cache, lengths, k_new=k_new, scale=scale, **others)

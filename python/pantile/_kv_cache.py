@@ -70,10 +70,11 @@ class KVCache:
         flag("pages", self.pages)
         if self.k.ndim != 4:
             raise ValueError(f"k has {self.k.ndim} dimensions; it must have 4")
+        if self.head_dim_v is not None:
+            integer("head_dim_v", self.head_dim_v)
         if self.v is None:
             if self.head_dim_v is None:
                 raise ValueError("head_dim_v is None; a cache without v needs it")
-            integer("head_dim_v", self.head_dim_v)
         else:
             if self.v.ndim != 4:
                 raise ValueError(f"v has {self.v.ndim} dimensions; it must have 4")

@@ -61,7 +61,7 @@ schedule_op = torch.ops.pantile.decode_schedule.default
 
 def _rows(x: Tensor) -> Tensor:
     """x with a last axis that the bindings take."""
-    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+    return x if x.ndim == 0 or x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
 def _follow_threads() -> None:
@@ -84,7 +84,8 @@ def _slots(k: Tensor, slots_before_heads: bool) -> int:
 # ---- decode
 
 
-def _decode_kernel(*arguments):
+def _run_decode(*arguments):
+    """(o, lse), lse None when it is not wanted."""
     cache, (q, tree_mask, sinks, schedule) = arguments[:_COUNT], arguments[_COUNT : _COUNT + 4]
     numbers = arguments[_COUNT + 4 : _COUNT + 4 + _NUMBER_COUNT]
     wants_lse, output_f32, checked = arguments[_COUNT + 4 + _NUMBER_COUNT :]
@@ -96,14 +97,28 @@ def _decode_kernel(*arguments):
         slots = _slots(cache[0], numbers[2])
         _check_contents(cache, slots, rows, longest, 0, numbers[1])
     o, lse = _new_outputs(q, numbers[3], wants_lse, output_f32)
-    _C.decode(q, o, lse if wants_lse else None, cache, numbers, tree_mask, sinks, schedule)
+    _C.decode(q, o, lse, cache, numbers, tree_mask, sinks, schedule)
     return o, lse
 
 
+def _decode_kernel(*arguments):
+    o, lse = _run_decode(*arguments)
+    return o, _no_lse(o) if lse is None else lse
+
+
+def _no_lse(o: Tensor) -> Tensor:
+    return o.new_empty((0,), dtype=torch.float32)
+
+
 def _new_outputs(q: Tensor, head_dim_v: int, wants_lse: bool, output_f32: bool):
-    o = q.new_empty((*q.shape[:-1], head_dim_v), dtype=torch.float32 if output_f32 else q.dtype)
-    shape = _direct.lse_shape(q.shape) if wants_lse else (0,)
-    return o, q.new_empty(shape, dtype=torch.float32)
+    if not output_f32 and q.shape[-1] == head_dim_v and q.is_contiguous():
+        o = torch.empty_like(q)
+    else:
+        dtype = torch.float32 if output_f32 else q.dtype
+        o = q.new_empty((*q.shape[:-1], head_dim_v), dtype=dtype)
+    if not wants_lse:
+        return o, None
+    return o, q.new_empty(_direct.lse_shape(q.shape), dtype=torch.float32)
 
 
 def _check_fake(cache, q: Tensor, others: dict[str, Tensor | None]) -> None:
@@ -130,7 +145,8 @@ def _fake_decode(*arguments):
     numbers = arguments[_COUNT + 4 : _COUNT + 4 + _NUMBER_COUNT]
     wants_lse, output_f32, _ = arguments[_COUNT + 4 + _NUMBER_COUNT :]
     _check_fake(cache, q, {"tree_mask": tree_mask, "sinks": sinks, "schedule": schedule})
-    return _new_outputs(q, numbers[3], wants_lse, output_f32)
+    o, lse = _new_outputs(q, numbers[3], wants_lse, output_f32)
+    return o, _no_lse(o) if lse is None else lse
 
 
 # ---- schedules
@@ -207,17 +223,22 @@ def _fake_append(*arguments):
 
 # ---- registration
 
-_TENSORS = {"decode": _COUNT + 4, "decode_schedule": _COUNT + 1, "append": _COUNT + 5}
+_CACHE_NAMES = tuple(f"cache.{name}" for name in CACHE[:_LENGTHS]) + CACHE[_LENGTHS:]
+_NAMES = {
+    "decode": (*_CACHE_NAMES, "q", "tree_mask", "sinks", "schedule"),
+    "decode_schedule": (*_CACHE_NAMES, "q"),
+    "append": (*_CACHE_NAMES, "k_new", "v_new", "q", "rotary[0]", "rotary[1]"),
+}
 
 
 def _without_derivative(name: str, op):
     def kernel(*arguments):
         if torch.is_grad_enabled():
-            for x in arguments[: _TENSORS[name]]:
+            for which, x in zip(_NAMES[name], arguments, strict=False):
                 if x is not None and x.requires_grad:
                     raise _C.UnsupportedError(
-                        f"pantile.{name} has no backward, and one of its tensors requires grad; "
-                        "call it under torch.no_grad() or torch.inference_mode()"
+                        f"pantile.{name} has no backward, and {which} requires grad; call it under "
+                        "torch.no_grad() or torch.inference_mode()"
                     )
         with below_autograd():
             return op(*arguments)
@@ -225,33 +246,38 @@ def _without_derivative(name: str, op):
     return kernel
 
 
-for _name, _kernel, _op in (
-    ("decode", _decode_kernel, decode_op),
-    ("decode_schedule", _schedule_kernel, schedule_op),
-    ("append", _append_kernel, append_op),
-):
+_KERNELS = {
+    "decode": (_decode_kernel, decode_op),
+    "decode_schedule": (_schedule_kernel, schedule_op),
+    "append": (_append_kernel, append_op),
+}
+for _name, (_kernel, _op) in _KERNELS.items():
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _key)
     _library.impl(_name, _without_derivative(_name, _op), "Autograd")
 
 
-def _run(kernel, op, tensors: tuple, rest: tuple):
+def _run(name: str, kernel, tensors: tuple, rest: tuple):
     """Plain eager calls without the dispatcher."""
     there = present(tensors)
-    plain = takes_short_cut(there) and not (
+    if takes_short_cut(there) and not (
         torch.is_grad_enabled() and any(x.requires_grad for x in there)
-    )
-    return (kernel if plain else op)(*tensors, *rest)
+    ):
+        return kernel(*tensors, *rest)
+    for which, x in zip(_NAMES[name], tensors, strict=True):
+        if x is not None:
+            _fake.check_operand(which, x, tensors[0])
+    return _KERNELS[name][1](*tensors, *rest)
 
 
 def decode(cache: tuple, q, tree_mask, sinks, schedule, numbers: tuple, flags: tuple):
     tensors = (*cache, q, tree_mask, sinks, schedule)
-    return _run(_decode_kernel, decode_op, tensors, (*numbers, *flags))
+    return _run("decode", _run_decode, tensors, (*numbers, *flags))
 
 
 def append(cache: tuple, tensors: tuple, rest: tuple):
-    return _run(_append_kernel, append_op, (*cache, *tensors), rest)
+    return _run("append", _append_kernel, (*cache, *tensors), rest)
 
 
 def decode_schedule(cache: tuple, q, numbers: tuple, flags: tuple):
-    return _run(_schedule_kernel, schedule_op, (*cache, q), (*numbers, *flags))
+    return _run("decode_schedule", _schedule_kernel, (*cache, q), (*numbers, *flags))

@@ -163,6 +163,64 @@ def mask_sizes():
     return {"dropout": dropout, "batch": 1, "heads": 2, "seqlen_q": 3, "seqlen_k": 4}
 
 
+def cache(**given):
+    k, v = (torch.ones(6, 4, 2, 8) for _ in range(2))
+    table = torch.tensor([[0, 3], [5, 2]], dtype=torch.int32)
+    return pantile.KVCache(**{"k": k, "v": v, "block_table": table, **given})
+
+
+def step():
+    return {
+        "q": torch.ones(2, 1, 4, 8),
+        "cache": cache(),
+        "lengths": torch.tensor([3, 6], dtype=torch.int32),
+    }
+
+
+def new_keys():
+    return {**step(), "k_new": torch.ones(2, 1, 2, 8), "v_new": torch.ones(2, 1, 2, 8)}
+
+
+def appended():
+    return {name: x for name, x in new_keys().items() if name != "q"}
+
+
+def packed_step():
+    return {
+        **step(),
+        "q": torch.ones(4, 4, 8),
+        "cu_seqlens_q": torch.tensor([0, 1, 4], dtype=torch.int32),
+        "max_seqlen_q": 3,
+        "k_new": torch.ones(3, 2, 8),
+        "v_new": torch.ones(3, 2, 8),
+        "cu_seqlens_new": torch.tensor([0, 1, 3], dtype=torch.int32),
+        "max_seqlen_new": 2,
+    }
+
+
+def prefixed():
+    bounds = torch.tensor([0, 2], dtype=torch.int32)
+    return {
+        **step(),
+        "cu_members": bounds,
+        "max_members": 2,
+        "prefix_lengths": torch.tensor([2], dtype=torch.int32),
+    }
+
+
+def latent():
+    made = step()
+    keys = torch.ones(6, 4, 1, 576)
+    del made["q"]
+    return {
+        **made,
+        "q_nope": torch.ones(2, 1, 3, 512),
+        "q_rope": torch.ones(2, 1, 3, 64),
+        "cache": cache(k=keys, v=None, head_dim_v=512),
+        "scale": 0.1,
+    }
+
+
 CALLS = {
     "attention": (pantile.attention, dense),
     "attention_numpy": (pantile.attention, lambda: arrays(dense())),
@@ -183,10 +241,20 @@ CALLS = {
     "dropout_mask": (pantile.dropout_mask, mask_sizes),
     "Options": (lambda **given: attend_with(**given), dict),
     "SoftmaxOptions": (lambda **given: attend_softmax(**given), dict),
+    "decode": (pantile.decode, step),
+    "decode_new": (pantile.decode, new_keys),
+    "decode_packed": (pantile.decode, packed_step),
+    "append": (pantile.append, appended),
+    "decode_schedule": (pantile.decode_schedule, step),
+    "explain_decode": (pantile.explain_decode, step),
+    "decode_shared_prefix": (pantile.decode_shared_prefix, prefixed),
+    "mla_decode": (pantile.mla_decode, latent),
+    "KVCache": (lambda **given: decode_cached(**given), dict),
     "fp8.attention": (pantile.fp8.attention, lambda: {"operands": pantile.quantize(**dense())}),
 }
 # Without arguments, or holding answers: nothing to get wrong.
 PLAIN = {
+    "DecodeExplanation",
     "Explanation",
     "PassExplanation",
     "Quantized",
@@ -205,6 +273,10 @@ PLAIN = {
 
 def attend_with(**given):
     return pantile.attention(**dense(), options=pantile.Options(**given))
+
+
+def decode_cached(**given):
+    return pantile.decode(**{**step(), "cache": cache(**given)})
 
 
 def attend_dropped(**given):
@@ -232,6 +304,7 @@ def parameters(name: str) -> list[str]:
         "BlockMask": pantile.BlockMask,
         "Documents": pantile.Documents,
         "Dropout": pantile.Dropout,
+        "KVCache": pantile.KVCache,
         "Options": pantile.Options,
         "SoftmaxOptions": SoftmaxOptions,
     }
@@ -244,6 +317,7 @@ def test_every_public_function_is_here():
         "BlockMask",
         "Documents",
         "Dropout",
+        "KVCache",
         "Options",
     } == set(pantile.__all__)
 
@@ -281,6 +355,15 @@ ALSO = {
     "blocks": ("mask",),
     "block": ("mask",),
     "ids": ("query_ids",),
+    "seqlen_new": ("lengths",),
+    "max_members": ("cu_seqlens_q",),
+    "cu_members": ("prefix_lengths",),
+    "block_table": ("lengths",),
+    "k_new": ("v_new",),
+    "v_new": ("k_new",),
+    "cu_seqlens_new": ("max_seqlen_new", "k_new"),
+    "max_seqlen_new": ("cu_seqlens_new",),
+    "lengths": ("batch", "cache.k", "block_table"),
 }
 
 

@@ -797,6 +797,86 @@ def test_mla(target, heads, coded):
             torch.testing.assert_close(found[:, 512:], rope[b], rtol=8e-3, atol=1e-5)
 
 
+# ---- a prefix that sequences share
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_shared_prefixes(target, queries):
+    """Groups of 3, 1, 0 and 2 sequences; the third has no prefix, the last one that ends a page."""
+    bounds, prefixes, page = [0, 3, 4, 4, 6], [37, 20, 0, 64], 16
+    lengths = [60, 41, 37 + queries, 25, 64 + queries, 130]
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=target.device)
+    case = make(target, lengths, queries=queries, page=page, sinks=sinks, softcap=9.0, room=1)
+    table = case.cache.block_table
+    for group, (first, last) in enumerate(itertools.pairwise(bounds)):
+        for member in range(first + 1, last):  # the shared slots of a page that is cut are copies
+            whole, rest = divmod(prefixes[group], page)
+            table[member, :whole] = table[first, :whole]
+            for x in (case.cache.k, case.cache.v):
+                x[table[member, whole].long(), :rest] = x[table[first, whole].long(), :rest]
+    want_o, want_lse = expected(case)
+    arrays = [torch.tensor(x, dtype=torch.int32, device=target.device) for x in (bounds, prefixes)]
+    options = pantile.Options(backend=target.backend)
+    try:
+        o, lse = pantile.decode_shared_prefix(
+            case.q,
+            case.cache,
+            case.lengths,
+            cu_members=arrays[0],
+            max_members=3,
+            prefix_lengths=arrays[1],
+            return_lse=True,
+            options=options,
+            **case.arguments,
+        )
+    except pantile.UnsupportedError as refusal:
+        if target.device == "cpu":
+            raise
+        pytest.skip(str(refusal))
+    assert o.dtype is case.q.dtype
+    close(o, want_o, 2.0)
+    torch.testing.assert_close(lse.double().cpu(), want_lse, rtol=3e-6, atol=2e-5)
+
+
+def test_a_shared_prefix_needs_pages():
+    case = make(Target("cpu", "cpu"), [5, 5], page=None)
+    bounds = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match="block_table is None; a shared prefix needs"):
+        pantile.decode_shared_prefix(
+            case.q,
+            case.cache,
+            case.lengths,
+            cu_members=bounds,
+            max_members=2,
+            prefix_lengths=bounds[:1],
+        )
+
+
+# ---- explanations
+
+
+@pytest.mark.parametrize(
+    ("split", "text"),
+    [("auto", "device is used best"), ("invariant", "own length"), (128, "128 keys")],
+)
+def test_explanations_name_the_kernel_and_the_split(split, text):
+    case = make(Target("cpu", "cpu"), [5, 90], coded=E4M3)
+    plan = pantile.explain_decode(case.q, case.cache, case.lengths, split=split)
+    assert plan.decode.kernel == "cpu_decode_f32"
+    assert text in plan.split
+    assert plan.schedule_ints == 2
+    report = str(plan)
+    for part in ("decode: cpu_decode_f32, tile 32 x 64", text, "reference"):
+        assert part in report
+    rows = [row["name"] for row in pantile.kernels() if row["pass"] == "decode"]
+    assert [row.kernel for row in plan.decode.rows] == rows
+    refused = pantile.explain_decode(
+        case.q, case.cache, case.lengths, options=pantile.Options(backend="hopper")
+    )
+    assert refused.decode.kernel is None
+    assert "hopper" in refused.decode.reason
+
+
 # ---- torch
 
 
