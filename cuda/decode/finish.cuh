@@ -216,7 +216,7 @@ class RowMerge {
 
  private:
   // Parts whose rows are loaded together; divides 32.
-  static constexpr int kAhead = Config::kColumns > 32 ? 4 : Config::kColumns > 16 ? 8 : 16;
+  static constexpr int kAhead = core::max_of(4, 256 / Config::kColumns);
   static constexpr int kQuads = Config::kHeadDimV / 4;
 
   PANTILE_DEVICE core::SoftmaxState state(int part) const {

@@ -22,13 +22,13 @@ struct Place {
 template <class Config>
 class Loader {
  public:
-  PANTILE_DEVICE Loader(const DecodeParams& params, const Range& range, Storage<Config>& storage,
-                        int slice, int member)
+  PANTILE_DEVICE Loader(const DecodeParams& params, const Walk<Config>& start,
+                        Storage<Config>& storage, int slice, int member)
       : p_(params),
+        walk_(start),
         slice_(slice),
         thread_(member * 32 + prim::lane_index()),
         ring_(prim::shared_address(&storage.ring[0][slice][0])) {
-    walk_.start(params, range);
     find_place();
   }
 
@@ -147,9 +147,9 @@ class Loader {
   }
 
   const DecodeParams& p_;
+  Walk<Config> walk_;
   const int slice_, thread_;
   const std::uint32_t ring_;
-  Walk<Config> walk_;
   Place place_;
 };
 
