@@ -74,7 +74,8 @@ PANTILE_DEVICE void find_range(const DecodeParams& p, Range& range) {
     before += w < thread / 32 ? range.warp_sums[w] : 0;
     line += range.warp_sums[w];
   }
-  const int blocks = core::min_of(static_cast<int>(gridDim.x), line);
+  const int blocks =
+      active_blocks(static_cast<int>(gridDim.x), Config::kBlocks, line, p.cuts == Cuts::anywhere);
   const int block = static_cast<int>(blockIdx.x);
   const int begin = block < blocks ? line_begin(block, line, blocks) : line;
   const int end = block < blocks ? line_begin(block + 1, line, blocks) : line;

@@ -35,6 +35,22 @@ TEST(GpuDecode, EveryCellHasOneOwnerAndSharesDifferByOne) {
   EXPECT_EQ(decode::line_begin(264, kMost, 264), kMost);
 }
 
+TEST(GpuDecode, FewTilesTakeOneBlockOfAMultiprocessor) {
+  for (const bool tiles : {false, true}) {
+    for (const int line : {1, 5, 131, 132, 133, 263, 264, 265, 1024, 1056, 2111, 2112, 100000}) {
+      const int blocks = decode::active_blocks(264, 2, line, tiles);
+      EXPECT_GE(blocks, 1);
+      EXPECT_LE(blocks, line);
+      EXPECT_LE(blocks, 264);
+    }
+  }
+  EXPECT_EQ(decode::active_blocks(264, 2, 1024, true), 132);
+  EXPECT_EQ(decode::active_blocks(264, 2, 1024, false), 264);
+  EXPECT_EQ(decode::active_blocks(264, 2, 1600, true), 200);
+  EXPECT_EQ(decode::active_blocks(264, 2, 4096, true), 264);
+  EXPECT_EQ(decode::active_blocks(3, 1, 1, true), 1);
+}
+
 TEST(GpuDecode, TilesFitTheirMemoryAndHaveTwoStages) {
   using decode::Shape;
   using decode::SharedClass;
