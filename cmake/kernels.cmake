@@ -3,7 +3,8 @@
 #   generated/instances/<file>.cu    the kernel instances of rows that differ in the mask only, each
 #                                    from cuda/instance.cu.in: reading the headers takes as long
 #                                    as compiling one instance
-# Kernels that several rows share are in cuda/<family>/row_kernels.cu.
+# Kernels that several rows share are in cuda/<family>/row_kernels.cu, and those of 8-bit caches in
+# cuda/<family>/decode/codes_d<head dim>.cu.
 # Files that are compiled for the same targets make one object library: those of the hopper
 # family, the 16-bit ones of the ampere family, and its fp32 ones, which a Hopper GPU runs too.
 
@@ -74,8 +75,9 @@ function(pantile_read_kernels)
     if(pass STREQUAL "backward" AND NOT dtype STREQUAL "f32")
       list(APPEND _instances_${_group} ${PROJECT_SOURCE_DIR}/cuda/${backend}/row_kernels.cu)
     endif()
-    if(pass STREQUAL "decode" AND backend STREQUAL "hopper")
-      list(APPEND _instances_${_group} ${PROJECT_SOURCE_DIR}/cuda/hopper/decode/code_kernels.cu)
+    set(_codes ${PROJECT_SOURCE_DIR}/cuda/${backend}/${pass}/codes_d${head_dim}.cu)
+    if(EXISTS ${_codes})
+      list(APPEND _instances_${_group} ${_codes})
     endif()
   endforeach()
   if(_files)

@@ -173,83 +173,99 @@ PANTILE_DEVICE void store_part(const DecodeParams& p, const Storage<Config>& sto
   }
 }
 
-// References and sums of a pair's parts, joined by a warp a row: leaves the weights of the first
-// kOutPitch parts in storage.output, the row's state in reference[0] and sum[0].
+// A row of a pair's parts, by a warp: lanes own four dims each (more than 128 dims: several times
+// four), and the state of one part of every 32.
 template <class Config>
-PANTILE_DEVICE void join_parts(const DecodeParams& p, Storage<Config>& storage, int rows,
-                               const PartSlots& slots) {
-  constexpr int kStates = Config::kColumns * Config::kHeadDimV;
-  const int lane = prim::lane_index();
+class RowMerge {
+ public:
+  PANTILE_DEVICE RowMerge(const DecodeParams& params, const PartSlots& slots, int column)
+      : p_(params), slots_(slots), column_(column), lane_(prim::lane_index()) {}
+
+  // The first parts are under way while their states are joined: both come from L2.
+  PANTILE_DEVICE void run(const Rows<Config>& rows) {
+    const core::SoftmaxState first = state(lane_);
+    float4 ahead[kAhead];
+    load(ahead, 0, lane_);
+    const core::SoftmaxState all = join(first);
 #pragma unroll 1
-  for (int column = static_cast<int>(threadIdx.x) / 32; column < rows;
-       column += Config::kThreads / 32) {
-    // Most pairs have up to 32 parts, one a lane: their states are read once.
-    const auto state = [&](int part) {
-      const float* const from = part_of<Config>(p, slots.at(part)) + kStates + column;
-      return core::SoftmaxState{__ldcg(from), __ldcg(from + Config::kColumns)};
-    };
-    const core::SoftmaxState own =
-        lane < slots.count ? state(lane) : core::SoftmaxState{kNoReference, 0.0f};
-    float most = own.max;
+    for (int quad = lane_; quad - lane_ < kQuads; quad += 32) {
+      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+      for (int part = 0; part < slots_.count; part += kAhead) {
+        if (part > 0 || quad >= 32) {
+          load(ahead, part, quad);
+        }
+        const float weight =
+            prim::exp2_approx((part < 32 ? first : state(part / 32 * 32 + lane_)).max - all.max);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const float w = __shfl_sync(prim::kAllLanes, weight, (part + i) % 32);
+          if (part + i < slots_.count) {
+            sum.x = fmaf(ahead[i].x, w, sum.x);
+            sum.y = fmaf(ahead[i].y, w, sum.y);
+            sum.z = fmaf(ahead[i].z, w, sum.z);
+            sum.w = fmaf(ahead[i].w, w, sum.w);
+          }
+        }
+      }
+      if (quad < kQuads) {
+        rows.store(column_, quad * 4, all, sum);
+      }
+    }
+  }
+
+ private:
+  // Parts whose rows are loaded together; divides 32.
+  static constexpr int kAhead = core::max_of(4, 256 / Config::kColumns);
+  static constexpr int kQuads = Config::kHeadDimV / 4;
+
+  PANTILE_DEVICE core::SoftmaxState state(int part) const {
+    if (part >= slots_.count) {
+      return core::SoftmaxState{kNoReference, 0.0f};
+    }
+    const float* const from =
+        part_of<Config>(p_, slots_.at(part)) + Config::kColumns * Config::kHeadDimV + column_;
+    return core::SoftmaxState{__ldcg(from), __ldcg(from + Config::kColumns)};
+  }
+
+  PANTILE_DEVICE void load(float4 (&x)[kAhead], int part, int quad) const {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (part + i < slots_.count && quad < kQuads) {
+        const float* const from = part_of<Config>(p_, slots_.at(part + i));
+        x[i] =
+            __ldcg(reinterpret_cast<const float4*>(from + column_ * Config::kHeadDimV + quad * 4));
+      }
+    }
+  }
+
+  PANTILE_DEVICE core::SoftmaxState join(const core::SoftmaxState& first) const {
+    float most = first.max;
 #pragma unroll 4
-    for (int part = lane + 32; part < slots.count; part += 32) {
+    for (int part = lane_ + 32; part < slots_.count; part += 32) {
       most = fmaxf(most, state(part).max);
     }
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
       most = fmaxf(most, __shfl_xor_sync(prim::kAllLanes, most, lanes));
     }
-    float weight = prim::exp2_approx(own.max - most);
-    float sum = own.sum * weight;
-    storage.output[column][lane] = weight;
+    float sum = first.sum * prim::exp2_approx(first.max - most);
 #pragma unroll 4
-    for (int part = lane + 32; part < slots.count; part += 32) {
+    for (int part = lane_ + 32; part < slots_.count; part += 32) {
       const core::SoftmaxState other = state(part);
-      weight = prim::exp2_approx(other.max - most);
-      sum = fmaf(other.sum, weight, sum);
-      if (part < Config::kOutPitch) {
-        storage.output[column][part] = weight;
-      }
+      sum = fmaf(other.sum, prim::exp2_approx(other.max - most), sum);
     }
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
       sum += __shfl_xor_sync(prim::kAllLanes, sum, lanes);
     }
-    if (lane == 0) {
-      storage.reference[0][column] = most;
-      storage.sum[0][column] = sum;
-    }
+    return core::SoftmaxState{most, sum};
   }
-}
 
-template <class Config>
-PANTILE_DEVICE void merge_parts(const DecodeParams& p, const Rows<Config>& rows,
-                                Storage<Config>& storage, const PartSlots& slots) {
-  constexpr int kQuads = Config::kHeadDimV / 4;
-  constexpr int kStates = Config::kColumns * Config::kHeadDimV;
-  join_parts(p, storage, rows.count, slots);
-  __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < rows.count * kQuads; i += Config::kThreads) {
-    const int column = i / kQuads;
-    const int dim = i % kQuads * 4;
-    const core::SoftmaxState state{storage.reference[0][column], storage.sum[0][column]};
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 16
-    for (int part = 0; part < slots.count; ++part) {
-      const float* const from = part_of<Config>(p, slots.at(part));
-      const float4 x =
-          __ldcg(reinterpret_cast<const float4*>(from + column * Config::kHeadDimV + dim));
-      const float weight = part < Config::kOutPitch
-                               ? storage.output[column][part]
-                               : prim::exp2_approx(__ldcg(from + kStates + column) - state.max);
-      sum.x = fmaf(x.x, weight, sum.x);
-      sum.y = fmaf(x.y, weight, sum.y);
-      sum.z = fmaf(x.z, weight, sum.z);
-      sum.w = fmaf(x.w, weight, sum.w);
-    }
-    rows.store(column, dim, state, sum);
-  }
-}
+  const DecodeParams& p_;
+  const PartSlots& slots_;
+  const int column_, lane_;
+};
 
 // The block has left `stored` parts of the pair in the workspace. Says whether all of it are there.
 template <class Config>
@@ -290,7 +306,11 @@ PANTILE_DEVICE void store_piece(const DecodeParams& p, const Walk<Config>& walk,
     return;
   }
   if (arrive_parts(p, walk, storage, stored, slots.count)) {
-    merge_parts(p, rows, storage, slots);
+#pragma unroll 1
+    for (int column = static_cast<int>(threadIdx.x) / 32; column < rows.count;
+         column += Config::kThreads / 32) {
+      RowMerge<Config>(p, slots, column).run(rows);
+    }
   }
   stored = 0;
 }

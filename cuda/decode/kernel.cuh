@@ -33,13 +33,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     return;
   }
   clear_tails(p, storage);
-  Loader<Config> loader(p, storage.range, storage, slice, member);
+  Walk<Config> walk;
+  walk.start(p, storage.range);
+  prefetch_q(p, walk);
+  Loader<Config> loader(p, walk, storage, slice, member);
 #pragma unroll 1
   for (int stage = 0; stage < Config::kStages - 1; ++stage) {
     loader.load_next(stage);
   }
-  Walk<Config> walk;
-  walk.start(p, storage.range);
   Math<Config, kDType> math(p, slice, member);
   int stage = 0;
   int stored = 0;

@@ -22,13 +22,13 @@ struct Place {
 template <class Config>
 class Loader {
  public:
-  PANTILE_DEVICE Loader(const DecodeParams& params, const Range& range, Storage<Config>& storage,
-                        int slice, int member)
+  PANTILE_DEVICE Loader(const DecodeParams& params, const Walk<Config>& start,
+                        Storage<Config>& storage, int slice, int member)
       : p_(params),
+        walk_(start),
         slice_(slice),
         thread_(member * 32 + prim::lane_index()),
         ring_(prim::shared_address(&storage.ring[0][slice][0])) {
-    walk_.start(params, range);
     find_place();
   }
 
@@ -78,9 +78,10 @@ class Loader {
     const int low = walk_.s.first - key;
     const int high = walk_.s.keys - key;
     const int head = walk_.pair / p_.row_tiles;
-    copy_side<Config::kHeadDim, Config::kKPitch>(p_.k, p_.head_dim, head, low, high, to);
+    const bool all = p_.whole_slices && low <= 0 && high >= kSliceKeys;
+    copy_side<Config::kHeadDim, Config::kKPitch>(p_.k, p_.head_dim, head, all, low, high, to);
     if constexpr (!Config::kVInK) {
-      copy_side<Config::kHeadDimV, Config::kVPitch>(p_.v, p_.head_dim_v, head, low, high,
+      copy_side<Config::kHeadDimV, Config::kVPitch>(p_.v, p_.head_dim_v, head, all, low, high,
                                                     to + Config::kVOffset);
     }
     if constexpr (Config::kBytes == 1) {
@@ -90,26 +91,47 @@ class Loader {
     }
   }
 
+  // `all`: the rows are neighbours and exist.
   template <int kDim, int kPitch>
-  PANTILE_DEVICE void copy_side(const CacheSide& side, int dim, int head, int low, int high,
-                                std::uint32_t to) const {
+  PANTILE_DEVICE void copy_side(const CacheSide& side, int dim, int head, bool all, int low,
+                                int high, std::uint32_t to) const {
     constexpr int kChunks = kDim * Config::kBytes / kChunkBytes;
     constexpr int kAll = kSliceKeys * kChunks;
+    constexpr int kPasses = core::ceil_div(kAll, kThreads);
     const int used = dim * Config::kBytes;
-    const char* const base = side.data + head * side.head;
-    const std::int64_t own = place_.page * side.block + place_.slot * side.slot;
+    const char* const base = side.data + head * side.head + place_.page * side.block;
+    const auto wanted = [&](int index, int byte) {
+      return (kAll % kThreads == 0 || index < kAll) && byte < used;
+    };
+    if (all) {
+      // Rows of a pass to those of the next: one addition, where rows do not divide a pass a
+      // product.
+      constexpr bool kEven = kThreads % kChunks == 0;
+      const std::int64_t step = kThreads / kChunks * side.slot;
+      const char* from = base + (place_.slot + (kEven ? thread_ / kChunks : 0)) * side.slot;
 #pragma unroll
-    for (int i = 0; i < core::ceil_div(kAll, kThreads); ++i) {
+      for (int i = 0; i < kPasses; ++i) {
+        const int index = thread_ + i * kThreads;
+        const int row = index / kChunks;
+        const int byte = index % kChunks * kChunkBytes;
+        prim::copy_async_16_if(wanted(index, byte), to + row * kPitch + byte,
+                               (kEven ? from : from + row * side.slot) + byte);
+        from += kEven ? step : 0;
+      }
+      return;
+    }
+    const int own_row = p_.whole_slices ? prim::lane_index() % kSliceKeys : 0;
+    const char* const own = base + (place_.slot + own_row) * side.slot;
+#pragma unroll 2
+    for (int i = 0; i < kPasses; ++i) {
       const int index = thread_ + i * kThreads;
       const int row = index / kChunks;
       const int byte = index % kChunks * kChunkBytes;
-      const bool wanted = (kAll % kThreads == 0 || index < kAll) && byte < used;
-      const std::int64_t offset = p_.whole_slices
-                                      ? own + row * side.slot
-                                      : __shfl_sync(prim::kAllLanes, own, row % kSliceKeys);
-      const bool exists = row >= low && row < high;
-      prim::copy_async_16_or_zero_if(wanted, to + row * kPitch + byte, base + offset + byte,
-                                     exists);
+      const auto from =
+          __shfl_sync(prim::kAllLanes, reinterpret_cast<unsigned long long>(own), row % kSliceKeys);
+      prim::copy_async_16_or_zero_if(wanted(index, byte), to + row * kPitch + byte,
+                                     reinterpret_cast<const char*>(from) + byte,
+                                     row >= low && row < high);
     }
   }
 
@@ -125,9 +147,9 @@ class Loader {
   }
 
   const DecodeParams& p_;
+  Walk<Config> walk_;
   const int slice_, thread_;
   const std::uint32_t ring_;
-  Walk<Config> walk_;
   Place place_;
 };
 

@@ -388,9 +388,8 @@ class Math {
     }
   }
 
-  // Before a product in which a query does not see a key that another one sees: a weight of 0 would
-  // not keep an infinity or NaN of that key's value from it. They become zeros in shared memory,
-  // and queries that see them get them here.
+  // A weight of 0 does not keep an infinity or NaN of a value from a query that does not see its
+  // key. They become zeros in shared memory, and queries that see them get them here.
   PANTILE_DEVICE void guard_values(std::uint32_t hidden, unsigned char* v) {
     if (!Cache::has_nonfinite(v)) {
       return;
@@ -411,8 +410,7 @@ class Math {
     sync_team<Config>(slice_);
   }
 
-  // Counts, for each output, the infinities and NaN that its query sees: a sum with one of them is
-  // what they make it, whatever the weights.
+  // Counts them for each output: a sum with one is what that makes it, whatever the weights.
   PANTILE_DEVICE void add_nonfinite(const std::uint32_t (&seen)[kQTiles][2], std::uint32_t row) {
 #pragma unroll 1
     for (int kind = 0; kind < kNonfiniteKinds; ++kind) {

@@ -9,19 +9,39 @@
 
 namespace pantile::decode {
 
-// Eight elements of a packed query; zeros where there is none.
+// Eight elements of a packed query; null where there is none.
 template <class Config>
-PANTILE_DEVICE uint4 load_q_chunk(const DecodeParams& p, const Walk<Config>& walk, int column,
-                                  int dim) {
+PANTILE_DEVICE const uint4* q_chunk(const DecodeParams& p, const Walk<Config>& walk, int column,
+                                    int dim) {
   const auto row = p.group.divmod(walk.pair % p.row_tiles * Config::kColumns + column);
   if (row.quotient >= walk.s.queries || dim >= p.head_dim) {
-    return make_uint4(0, 0, 0, 0);
+    return nullptr;
   }
   const int head = walk.pair / p.row_tiles * p.group.divisor() + row.remainder;
   const std::int64_t at = walk.b * p.q_rows.batch +
                           (walk.s.first_query + row.quotient) * p.q_rows.seq +
                           head * p.q_rows.head + dim;
-  return *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(p.q) + at);
+  return reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(p.q) + at);
+}
+
+template <class Config>
+PANTILE_DEVICE uint4 load_q_chunk(const DecodeParams& p, const Walk<Config>& walk, int column,
+                                  int dim) {
+  const uint4* const from = q_chunk(p, walk, column, dim);
+  return from != nullptr ? *from : make_uint4(0, 0, 0, 0);
+}
+
+// Asks L2 for Q of the first pair before the keys, which then do not stand in its way.
+template <class Config>
+PANTILE_DEVICE void prefetch_q(const DecodeParams& p, const Walk<Config>& walk) {
+  constexpr int kLines = Config::kHeadDim / 64 + 1;  // of 128 bytes
+  for (int i = static_cast<int>(threadIdx.x); i < Config::kColumns * kLines;
+       i += Config::kThreads) {
+    const uint4* const from = q_chunk(p, walk, i / kLines, i % kLines * 64);
+    if (from != nullptr) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+    }
+  }
 }
 
 template <class Config>

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "decode/line.h"
 #include "decode/params.cuh"
 #include "prim/warp.cuh"
 
@@ -73,12 +74,13 @@ PANTILE_DEVICE void find_range(const DecodeParams& p, Range& range) {
     before += w < thread / 32 ? range.warp_sums[w] : 0;
     line += range.warp_sums[w];
   }
-  const int blocks = core::min_of(static_cast<int>(gridDim.x), line);
-  const std::int64_t block = blockIdx.x;
-  const int begin = static_cast<int>(block * line / blocks);
-  const int end = static_cast<int>((block + 1) * line / blocks);
+  const int blocks =
+      active_blocks(static_cast<int>(gridDim.x), Config::kBlocks, line, p.cuts == Cuts::anywhere);
+  const int block = static_cast<int>(blockIdx.x);
+  const int begin = block < blocks ? line_begin(block, line, blocks) : line;
+  const int end = block < blocks ? line_begin(block + 1, line, blocks) : line;
   if (thread == 0) {
-    range.count = block < blocks ? end - begin : 0;
+    range.count = end - begin;
   }
   if (block < blocks && begin >= before && begin < before + own) {
     int at = before;
@@ -189,12 +191,9 @@ PANTILE_DEVICE PartSlots part_slots(const DecodeParams& p, const Walk<Config>& w
     slots.step = 1;
     return slots;
   }
-  // The owner of place t is the least i with (i + 1) T / n > t.
-  const auto owner = [line, blocks](int place) {
-    return static_cast<int>(((place + std::int64_t{1}) * blocks - 1) / line);
-  };
-  const int first = owner(walk.pair_begin);
-  slots.count = owner(walk.pair_begin + walk.s.tiles - walk.s.tile - 1) - first + 1;
+  const int first = line_owner(walk.pair_begin, line, blocks);
+  slots.count =
+      line_owner(walk.pair_begin + walk.s.tiles - walk.s.tile - 1, line, blocks) - first + 1;
   slots.own = 2 * static_cast<int>(blockIdx.x) + (walk.piece == walk.s.tile ? 1 : 0);
   slots.first = 2 * first + 1;
   slots.second = 2 * first + 2;

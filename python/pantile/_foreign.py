@@ -17,7 +17,7 @@ _CACHE = (
     "use pantile.decode with a pantile.KVCache, or give the keys as k and v, and their number in "
     "seqused_k of varlen_attention"
 )
-_PAGED = "use pantile.decode with a pantile.KVCache of pages"
+_PAGED = "use varlen_attention, or pantile.decode with a pantile.KVCache of pages"
 _ROTARY = "apply it to q and k first; pantile.decode and pantile.append have rotary"
 
 # Arguments of attention() and varlen_attention() elsewhere.

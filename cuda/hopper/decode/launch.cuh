@@ -3,7 +3,7 @@
 #pragma once
 
 #include "decode/launch.cuh"
-#include "hopper/decode/code_kernels.h"
+#include "hopper/decode/codes.h"
 
 namespace pantile::hopper {
 
@@ -19,8 +19,10 @@ Status launch_decode(const DecodePlan& plan, const KvTensors& tensors, void* wor
   }
   const decode::DecodeParams params = decode::decode_params(plan, tensors, workspace);
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  if (plan.problem.format != CacheFormat::plain) {
-    return launch_decode_codes(plan, params, kHeadDim, cuda_stream);
+  if constexpr (kHasCodes<kHeadDim>) {
+    if (plan.problem.format != CacheFormat::plain) {
+      return launch_decode_codes<kHeadDim>(plan, params, cuda_stream);
+    }
   }
   constexpr bool kLatent = kHeadDimV > 256;
   constexpr decode::Shape kShape{kHeadDim, kHeadDimV, CacheFormat::plain, kLatent};
