@@ -40,13 +40,16 @@ struct RowValues {
 
 // The mask beside the window.
 struct MaskJob {
-  MaskForm form = MaskForm::none;
-  const std::uint8_t* bytes = nullptr;          // of blocks or elements
-  std::int64_t batch = 0, head = 0, query = 0;  // elements; batch: also of query_ids
-  int block = 1;                                // queries and keys of a block
+  std::uint32_t clauses = 0;  // as Variant::mask_clauses; 0: no mask
+  const std::uint8_t* blocks = nullptr;
+  const std::uint8_t* elements = nullptr;
+  MaskLayout block_layout, element_layout;
+  int block = 1;  // queries and keys of a block
   const std::int32_t* query_ids = nullptr;
   const std::int32_t* key_ids = nullptr;
-  std::int64_t batch_keys = 0;
+  std::int64_t batch_queries = 0, batch_keys = 0;
+  const std::int32_t* prefixes = nullptr;
+  std::int64_t batch_prefixes = 0;
 };
 
 // What changes plain attention (pantile/variant.h).
@@ -209,8 +212,7 @@ PANTILE_HD ForwardScratch forward_scratch(const ForwardJob& job, void* base) {
   scratch.row_sum = carver.take<float>(job.item_rows);
   scratch.row_factor = carver.take<float>(kForwardRows);
   scratch.random = carver.take<std::uint8_t>(job.variant.dropped > 0 ? kRandomBytes : 0);
-  scratch.shown =
-      carver.take<std::uint8_t>(job.variant.mask.form != MaskForm::none ? kShownBytes : 0);
+  scratch.shown = carver.take<std::uint8_t>(job.variant.mask.clauses != 0 ? kShownBytes : 0);
   scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
   return scratch;
 }
@@ -294,8 +296,7 @@ PANTILE_HD BackwardScratch backward_scratch(const BackwardJob& job, void* base) 
   scratch.slopes = carver.take<float>(job.variant.softcap > 0.0f ? kScores : 0);
   scratch.grad_bias = carver.take<float>(job.wants_grad_bias ? kScores : 0);
   scratch.random = carver.take<std::uint8_t>(job.variant.dropped > 0 ? kRandomBytes : 0);
-  scratch.shown =
-      carver.take<std::uint8_t>(job.variant.mask.form != MaskForm::none ? kShownBytes : 0);
+  scratch.shown = carver.take<std::uint8_t>(job.variant.mask.clauses != 0 ? kShownBytes : 0);
   scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
   return scratch;
 }

@@ -74,6 +74,7 @@ const char* feature_name(Feature feature) {
     case Feature::block_mask: return "block masks";
     case Feature::element_mask: return "masks of elements";
     case Feature::documents: return "document masks";
+    case Feature::prefix: return "prefix masks";
   }
   return "?";
 }

@@ -30,7 +30,10 @@ constexpr FeatureSet with_variants(FeatureSet set) {
       .with(Feature::dropout);
 }
 constexpr FeatureSet with_masks(FeatureSet set) {
-  return set.with(Feature::block_mask).with(Feature::element_mask).with(Feature::documents);
+  return set.with(Feature::block_mask)
+      .with(Feature::element_mask)
+      .with(Feature::documents)
+      .with(Feature::prefix);
 }
 constexpr FeatureSet with_variant_gradients(FeatureSet set) {
   return with_variants(set)

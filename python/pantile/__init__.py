@@ -19,18 +19,21 @@ from pantile._explain_calls import compile, explain  # noqa: A004
 from pantile._fp8 import quantize
 from pantile._info import build_info, cuda_reason, devices, kernels
 from pantile._jit import install as _install_jit
+from pantile._mask_forms import BlockMask, Documents, Mask, Prefix
 from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
-from pantile._variants import BlockMask, Documents, Dropout, dropout_mask
+from pantile._variants import Dropout, dropout_mask
 
 __all__ = [
     "BlockMask",
     "Documents",
     "Dropout",
     "Explanation",
+    "Mask",
     "Options",
     "PassExplanation",
+    "Prefix",
     "Quantized",
     "UnsupportedError",
     "Verdict",

@@ -317,7 +317,8 @@ def attention(
             the weights of a row sum to less than 1, and lse contains it. Differentiable.
         dropout: a probability or a :class:`pantile.Dropout`: removes weights after the softmax.
         mask: a bool tensor that broadcasts to ``[batch, heads_q, seqlen_q, seqlen_k]``, True where
-            a query sees a key, a :class:`pantile.BlockMask` or a :class:`pantile.Documents`.
+            a query sees a key, a :class:`pantile.BlockMask`, :class:`pantile.Documents` or
+            :class:`pantile.Prefix`, or these combined with ``&`` and ``|``.
         return_lse: also return the log-sum-exp of each row's scores.
         return_max_logit: also return the largest scaled score of each head.
         deterministic: bit-equal gradients for equal inputs; also on when

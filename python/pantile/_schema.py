@@ -110,11 +110,11 @@ BACKWARD = Signature(
 # (bindings/variant.h). Plain calls have operators of their own, which do not carry them.
 VARIANT_TENSORS = (
     "Tensor? alibi, Tensor? sinks, Tensor? bias, Tensor? dropout_seed, Tensor? mask, "
-    "Tensor? query_ids, Tensor? key_ids"
+    "Tensor? query_ids, Tensor? key_ids, Tensor? block_mask, Tensor? prefixes"
 )
 VARIANT_NUMBERS = (
     "float softcap, int dropout, SymInt batch_offset, SymInt head_offset, SymInt query_offset, "
-    "SymInt key_offset, int mask_block"
+    "SymInt key_offset, int mask_block, int mask_clauses"
 )
 VARIANT = tuple(field.name for field in _fields_of(f"{VARIANT_TENSORS}, {VARIANT_NUMBERS}"))
 VARIANT_TENSOR_NAMES = tuple(field.name for field in _fields_of(VARIANT_TENSORS))

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy
 import torch
 
-from pantile._variants import BlockMask, Documents
+from pantile import _mask_forms
 
 Tensor: TypeAlias = torch.Tensor
 NumpyArray: TypeAlias = numpy.ndarray[Any, Any]
@@ -16,4 +16,4 @@ NumpyArray: TypeAlias = numpy.ndarray[Any, Any]
 Array = TypeVar("Array", torch.Tensor, numpy.ndarray[Any, Any])
 Lengths: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any]  # int32
 Window: TypeAlias = tuple[int | None, int | None]
-Mask: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any] | BlockMask | Documents
+Mask: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any] | _mask_forms.Mask

@@ -179,6 +179,7 @@ CALLS = {
     "merge_attention": (pantile.merge_attention, partials),
     "BlockMask": (lambda **given: attend_blocks(**given), dict),
     "Documents": (lambda **given: attend_documents(**given), dict),
+    "Prefix": (lambda **given: attend_prefix(**given), dict),
     "Dropout": (lambda **given: attend_dropped(**given), dict),
     "dropout_mask": (pantile.dropout_mask, mask_sizes),
     "Options": (lambda **given: attend_with(**given), dict),
@@ -188,6 +189,7 @@ CALLS = {
 # Without arguments, or holding answers: nothing to get wrong.
 PLAIN = {
     "Explanation",
+    "Mask",
     "PassExplanation",
     "Quantized",
     "UnsupportedError",
@@ -223,6 +225,11 @@ def attend_documents(**given):
     return pantile.attention(**dense(), mask=documents)
 
 
+def attend_prefix(**given):
+    lengths = torch.zeros(2, dtype=torch.int32)
+    return pantile.attention(**dense(), mask=pantile.Prefix(**{"lengths": lengths, **given}))
+
+
 def attend_softmax(**given):
     return attend_with(softmax=SoftmaxOptions(**given))
 
@@ -233,6 +240,7 @@ def parameters(name: str) -> list[str]:
         "Documents": pantile.Documents,
         "Dropout": pantile.Dropout,
         "Options": pantile.Options,
+        "Prefix": pantile.Prefix,
         "SoftmaxOptions": SoftmaxOptions,
     }
     found = inspect.signature(classes.get(name, CALLS[name][0])).parameters.values()
@@ -245,6 +253,7 @@ def test_every_public_function_is_here():
         "Documents",
         "Dropout",
         "Options",
+        "Prefix",
     } == set(pantile.__all__)
 
 
@@ -281,6 +290,7 @@ ALSO = {
     "blocks": ("mask",),
     "block": ("mask",),
     "ids": ("query_ids",),
+    "lengths": ("prefixes",),
 }
 
 

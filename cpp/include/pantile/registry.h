@@ -41,8 +41,9 @@ enum class Feature : std::uint8_t {
   block_mask,
   element_mask,
   documents,
+  prefix,
 };
-inline constexpr int kFeatureCount = static_cast<int>(Feature::documents) + 1;
+inline constexpr int kFeatureCount = static_cast<int>(Feature::prefix) + 1;
 
 class FeatureSet {
  public:
