@@ -43,6 +43,7 @@ VARIANTS = {
     "block_mask": "block masks",
     "documents": "documents",
     "element_mask": "bool masks",
+    "prefix": "prefixes",
 }
 DETERMINISTIC = {"hopper": "optional", "ampere": "optional; f32 always", "cpu": "always"}
 Row = tuple[str, str, str, str, str]  # backend, pass, dtype, head dims, mask

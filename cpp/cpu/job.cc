@@ -66,16 +66,18 @@ VariantJob variant_job(const ForwardProblem& problem, const VariantTensors& tens
     job.key = core::philox_key(static_cast<std::uint64_t>(tensors.dropout_seed[0]),
                                static_cast<std::uint64_t>(tensors.dropout_seed[1]));
   }
-  job.mask.form = mask_form(variant);
-  job.mask.bytes = tensors.mask;
-  job.mask.batch = variant.mask.batch;
-  job.mask.head = variant.mask.head;
-  job.mask.query = variant.mask.query;
+  job.mask.clauses = mask_clauses(variant);
+  job.mask.blocks = tensors.block_mask;
+  job.mask.elements = tensors.mask;
+  job.mask.block_layout = variant.block_mask;
+  job.mask.element_layout = variant.mask;
   job.mask.block = core::max_of(variant.mask_block_size, 1);
   job.mask.query_ids = tensors.query_ids;
   job.mask.key_ids = tensors.key_ids;
+  job.mask.batch_queries = variant.mask_queries;
   job.mask.batch_keys = variant.mask_keys;
   if (variant.mask_expression != Expression::none) {
+    job.mask.has_expression = true;
     job.mask_programs = &expression::programs_of(variant.mask_expression);
     job.mask.program = job.mask_programs->value.view();
     job.mask.captured = tensors.mask_captured;
@@ -84,6 +86,8 @@ VariantJob variant_job(const ForwardProblem& problem, const VariantTensors& tens
     job.score_programs = &expression::programs_of(variant.score);
     job.score = score_job(*job.score_programs, tensors.score_captured);
   }
+  job.mask.prefixes = tensors.prefixes;
+  job.mask.batch_prefixes = variant.mask_prefixes;
   job.batch_offset = static_cast<std::uint32_t>(variant.batch_offset);
   job.head_offset = static_cast<std::uint32_t>(variant.head_offset);
   job.query_offset = static_cast<std::uint32_t>(variant.query_offset);

@@ -87,15 +87,21 @@ struct RowValues {
 
 // The mask beside the window.
 struct MaskJob {
-  MaskForm form = MaskForm::none;
-  const std::uint8_t* bytes = nullptr;          // of blocks or elements
-  std::int64_t batch = 0, head = 0, query = 0;  // elements; batch: also of query_ids
-  int block = 1;                                // queries and keys of a block
+  std::uint32_t clauses = 0;  // as Variant::mask_clauses; 0: no mask
+  const std::uint8_t* blocks = nullptr;
+  const std::uint8_t* elements = nullptr;
+  MaskLayout block_layout, element_layout;
+  int block = 1;  // queries and keys of a block
   const std::int32_t* query_ids = nullptr;
   const std::int32_t* key_ids = nullptr;
-  std::int64_t batch_keys = 0;
-  expression::Program program;  // of an expression
+  std::int64_t batch_queries = 0, batch_keys = 0;
+  const std::int32_t* prefixes = nullptr;
+  std::int64_t batch_prefixes = 0;
+  bool has_expression = false;  // in place of clauses
+  expression::Program program;
   const CapturedTensor* captured = nullptr;
+
+  constexpr bool any() const { return clauses != 0 || has_expression; }
 };
 
 // A score of the user's own. The programs are empty without one.
@@ -301,8 +307,7 @@ PANTILE_HD ForwardScratch forward_scratch(const ForwardJob& job, void* base) {
   scratch.row_sum = carver.take<float>(job.item_rows);
   scratch.row_factor = carver.take<float>(kForwardRows);
   scratch.random = carver.take<std::uint8_t>(job.variant.dropped > 0 ? kRandomBytes : 0);
-  scratch.shown =
-      carver.take<std::uint8_t>(job.variant.mask.form != MaskForm::none ? kShownBytes : 0);
+  scratch.shown = carver.take<std::uint8_t>(job.variant.mask.any() ? kShownBytes : 0);
   const std::int64_t paged = job.pages.table == nullptr ? 0 : kForwardKeys * dtype_bytes(job.dtype);
   scratch.paged_keys = carver.take<char>(paged * job.dim);
   scratch.paged_values = carver.take<char>(paged * job.dim_v);
@@ -393,8 +398,7 @@ PANTILE_HD BackwardScratch backward_scratch(const BackwardJob& job, void* base) 
   scratch.score_inputs = carver.take<float>(job.captured_parts > 0 ? kScores : 0);
   scratch.grad_bias = carver.take<float>(job.wants_grad_bias ? kScores : 0);
   scratch.random = carver.take<std::uint8_t>(job.variant.dropped > 0 ? kRandomBytes : 0);
-  scratch.shown =
-      carver.take<std::uint8_t>(job.variant.mask.form != MaskForm::none ? kShownBytes : 0);
+  scratch.shown = carver.take<std::uint8_t>(job.variant.mask.any() ? kShownBytes : 0);
   scratch.bytes = carver.end() - reinterpret_cast<std::uintptr_t>(base);
   return scratch;
 }

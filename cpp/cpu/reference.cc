@@ -115,22 +115,44 @@ double changed_score(const VariantJob& variant, const Query& at, int key, double
              : score;
 }
 
-// Whether the mask beside the window shows the pair.
+const std::uint8_t* mask_row(const std::uint8_t* bytes, const MaskLayout& layout, const Query& at,
+                             int row) {
+  return bytes + at.batch * layout.batch + at.head * layout.head + row * layout.query;
+}
+
+// Whether a form of the mask beside the window shows the pair.
+bool is_shown_by(std::uint32_t form, const MaskJob& mask, const Query& at, int key) {
+  switch (form) {
+    case kMaskBlocks:
+      return mask_row(mask.blocks, mask.block_layout, at, at.row / mask.block)[key / mask.block] !=
+             0;
+    case kMaskElements: return mask_row(mask.elements, mask.element_layout, at, at.row)[key] != 0;
+    case kMaskDocuments:
+      return mask.query_ids[at.batch * mask.batch_queries + at.row] ==
+             mask.key_ids[at.batch * mask.batch_keys + key];
+    case kMaskPrefix:
+      return key < mask.prefixes[at.batch * mask.batch_prefixes] ||
+             key <= at.row + at.mask.keys - at.mask.rows;
+    default: return false;
+  }
+}
+
+// Whether the mask shows it: all forms of some clause do.
 bool is_shown(const VariantJob& variant, const Query& at, int key) {
   const MaskJob& mask = variant.mask;
-  const std::int64_t row = at.batch * mask.batch + at.head * mask.head;
-  switch (mask.form) {
-    case MaskForm::none: return true;
-    case MaskForm::blocks:
-      return mask.bytes[row + at.row / mask.block * mask.query + key / mask.block] != 0;
-    case MaskForm::elements: return mask.bytes[row + at.row * mask.query + key] != 0;
-    case MaskForm::documents:
-      return mask.query_ids[row + at.row] == mask.key_ids[at.batch * mask.batch_keys + key];
-    case MaskForm::expression:
-      return expression::evaluate(*variant.mask_programs, mask.captured, place_of(at, key, 0.0)) !=
-             0.0;
+  if (mask.has_expression) {
+    return expression::evaluate(*variant.mask_programs, mask.captured, place_of(at, key, 0.0)) !=
+           0.0;
   }
-  return false;
+  bool shown = mask.clauses == 0;
+  for (std::uint32_t rest = mask.clauses; rest != 0; rest >>= kMaskForms) {
+    bool all = true;
+    for (std::uint32_t form = kMaskBlocks; form <= kMaskPrefix; form <<= 1) {
+      all = all && ((rest & form) == 0 || is_shown_by(form, mask, at, key));
+    }
+    shown = shown || all;
+  }
+  return shown;
 }
 
 // What dropout multiplies a weight with.

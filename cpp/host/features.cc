@@ -77,6 +77,7 @@ const char* feature_name(Feature feature) {
     case Feature::block_mask: return "block masks";
     case Feature::element_mask: return "masks of elements";
     case Feature::documents: return "document masks";
+    case Feature::prefix: return "prefix masks";
     case Feature::score: return "score expressions";
     case Feature::mask_expression: return "mask expressions";
     case Feature::grad_captured: return "gradient of captured tensors";

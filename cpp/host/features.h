@@ -34,6 +34,7 @@ constexpr FeatureSet with_masks(FeatureSet set) {
   return set.with(Feature::block_mask)
       .with(Feature::element_mask)
       .with(Feature::documents)
+      .with(Feature::prefix)
       .with(Feature::mask_expression);
 }
 constexpr FeatureSet with_score(FeatureSet set) {

@@ -94,29 +94,54 @@ Status dropout_rule(const ForwardProblem& p) {
   });
 }
 
+// Every form in some clause, and nothing else in any.
+Status clauses_rule(const Variant& v) {
+  constexpr std::uint32_t kForm = (1u << kMaskForms) - 1;
+  std::uint32_t found = 0;
+  int count = 0;
+  bool ended = false;
+  for (std::uint32_t rest = v.mask_clauses; rest != 0; rest >>= kMaskForms) {
+    ended = ended || (rest & kForm) == 0;
+    found |= rest & kForm;
+    ++count;
+  }
+  if (v.mask_clauses != 0 && (ended || count > kMostMaskClauses || found != mask_forms(v))) {
+    return Status::error(kInvalid,
+                         "mask_clauses is 0x%x; it must be 0, or up to %d clauses of 4 bits that "
+                         "name the forms of the mask, 0x%x",
+                         v.mask_clauses, kMostMaskClauses, mask_forms(v));
+  }
+  return Status();
+}
+
 Status mask_rule(const ForwardProblem& p) {
   const Variant& v = p.variant;
-  const int has_expression = v.mask_expression != Expression::none ? 1 : 0;
-  if (v.has_block_mask + v.has_element_mask + v.has_documents + has_expression > 1) {
-    return Status::error(kInvalid,
-                         "has_block_mask is %d, has_element_mask %d, has_documents %d and "
-                         "mask_expression is %s; at most one may be there",
-                         v.has_block_mask, v.has_element_mask, v.has_documents,
-                         has_expression != 0 ? "set" : "none");
+  if (v.mask_expression != Expression::none && mask_forms(v) != 0) {
+    return Status::error(
+        kInvalid,
+        "mask_expression is set beside another mask, of forms 0x%x; at most one of "
+        "these may be there",
+        mask_forms(v));
   }
   if (v.has_block_mask ? v.mask_block_size != 64 && v.mask_block_size != 128
                        : v.mask_block_size != 0) {
     return Status::error(kInvalid, "mask_block_size is %d; it must be %s", v.mask_block_size,
                          v.has_block_mask ? "64 or 128" : "0 without has_block_mask");
   }
-  if (mask_form(v) == MaskForm::none) {
-    return Status();
+  const Status clauses = clauses_rule(v);
+  if (!clauses.ok() || mask_forms(v) == 0) {
+    return clauses;
   }
   return first_error({
+      stride_rule("block_mask", "batch", v.block_mask.batch, p.batch),
+      stride_rule("block_mask", "head", v.block_mask.head, p.heads_q),
+      stride_rule("block_mask", "query", v.block_mask.query, p.seqlen_q),
       stride_rule("mask", "batch", v.mask.batch, p.batch),
       stride_rule("mask", "head", v.mask.head, p.heads_q),
       stride_rule("mask", "query", v.mask.query, p.seqlen_q),
+      stride_rule("mask_queries", "batch", v.mask_queries, p.batch),
       stride_rule("mask_keys", "batch", v.mask_keys, p.batch),
+      stride_rule("mask_prefixes", "batch", v.mask_prefixes, p.batch),
   });
 }
 
@@ -221,13 +246,13 @@ Status captured_pointers(const char* name, Expression expression, const Captured
 Status mask_pointers(const ForwardProblem& p, const VariantTensors& t) {
   const Variant& v = p.variant;
   const bool no_pairs = pairs_are_empty(p);
-  const bool bytes = v.has_block_mask || v.has_element_mask;
-  const char* because = v.has_element_mask ? "has_element_mask" : "has_block_mask";
   constexpr int kId = sizeof(std::int32_t);
   return first_error({
-      array_pointer("mask", t.mask, bytes, because, no_pairs, 1),
+      array_pointer("block_mask", t.block_mask, v.has_block_mask, "has_block_mask", no_pairs, 1),
+      array_pointer("mask", t.mask, v.has_element_mask, "has_element_mask", no_pairs, 1),
       array_pointer("query_ids", t.query_ids, v.has_documents, "has_documents", no_pairs, kId),
       array_pointer("key_ids", t.key_ids, v.has_documents, "has_documents", no_pairs, kId),
+      array_pointer("prefixes", t.prefixes, v.has_prefix, "has_prefix", no_pairs, kId),
   });
 }
 
@@ -310,6 +335,36 @@ Status variant_gradient_pointers(const BackwardProblem& p, const VariantGradient
   });
 }
 
+namespace {
+
+// Strides of what is absent, or has one entry, are 0.
+void canonical_mask(const ForwardProblem& p, Variant* v) {
+  const auto layout = [&p](bool has, MaskLayout* mask) {
+    if (!has || p.batch == 1) {
+      mask->batch = 0;
+    }
+    if (!has || p.heads_q == 1) {
+      mask->head = 0;
+    }
+    if (!has) {
+      mask->query = 0;
+    }
+  };
+  layout(v->has_block_mask, &v->block_mask);
+  layout(v->has_element_mask, &v->mask);
+  if (!v->has_documents || p.batch == 1) {
+    v->mask_queries = v->mask_keys = 0;
+  }
+  if (!v->has_prefix || p.batch == 1) {
+    v->mask_prefixes = 0;
+  }
+  if (v->mask_clauses == mask_forms(*v)) {
+    v->mask_clauses = 0;
+  }
+}
+
+}  // namespace
+
 Variant canonical_variant(const ForwardProblem& p) {
   Variant v = p.variant;
   if (p.batch == 1) {
@@ -326,15 +381,7 @@ Variant canonical_variant(const ForwardProblem& p) {
     v.bias = BiasLayout();
     v.bias_dtype = Variant().bias_dtype;
   }
-  if (mask_form(v) == MaskForm::none) {
-    v.mask = MaskLayout();
-    v.mask_keys = 0;
-  }
-  if (v.has_documents) {
-    v.mask.head = v.mask.query = 0;
-  } else {
-    v.mask_keys = 0;
-  }
+  canonical_mask(p, &v);
   if (v.dropout == 0) {
     v.batch_offset = v.head_offset = v.query_offset = v.key_offset = 0;
   }

@@ -1,9 +1,11 @@
 // The masks beside the window, as kernels ask them. A mask that lists can be made of is a type with
-// three static functions; rows and keys count from the start of their sequence:
+// these static functions; rows and keys count from the start of their sequence:
 //
 //   visible(params, at, row, key)         one pair
-//   sight(params, at, rows, keys)         what of a tile is visible, asked by a whole warp; `some`
-//                                         where finding out is not worth it
+//   see(params, at, rows, keys)           what a thread finds out of a tile by itself: a number
+//   look_on(params, seen)                 whether a warp should find out more,
+//   see_closely(params, at, rows, keys, seen)  which it does here
+//   sight(params, seen)                   what that says; `some` where finding out is not worth it
 //   fragment<kTransposed>(params, at, row, key, bits)
 //                                         the elements of a thread's fragment. Of a forward: rows
 //                                         `row` + 8 i, keys `key` + 8 j + c. Transposed: keys
@@ -35,10 +37,6 @@ namespace detail {
 struct Seen {
   bool any, all;
 };
-
-PANTILE_DEVICE Seen both(const Seen& a, const Seen& b) {
-  return Seen{a.any && b.any, a.all && b.all};
-}
 
 // ---- blocks
 
@@ -162,24 +160,24 @@ PANTILE_DEVICE Seen see_prefix(const MaskParams& p, const MaskPlace& at, const c
 
 }  // namespace detail
 
-// The masks of pantile/variant.h: clauses of the forms kForms (MaskBit); kSeveral: more than one
+// The masks of pantile/variant.h: clauses of the forms kForms (MaskForm); kSeveral: more than one
 // clause.
 template <std::uint32_t kForms, bool kSeveral>
 struct StoredMask {
   PANTILE_DEVICE static bool visible(const MaskParams& p, const MaskPlace& at, int row, int key) {
-    for (std::uint32_t clause = p.clauses; clause != 0; clause >>= kClauseBits) {
+    for (std::uint32_t clause = p.clauses; clause != 0; clause >>= kMaskForms) {
       bool shown = true;
-      if (has<kBlocksBit>(clause)) {
+      if (has<kMaskBlocks>(clause)) {
         shown = shown && detail::block_row(p, at, row)[key >> p.block_shift] != 0;
       }
-      if (has<kElementsBit>(clause)) {
+      if (has<kMaskElements>(clause)) {
         shown = shown && detail::element_row(p, at, row)[key] != 0;
       }
-      if (has<kDocumentsBit>(clause)) {
+      if (has<kMaskDocuments>(clause)) {
         shown = shown && p.query_ids[at.batch * p.query_ids_batch + row] ==
                              p.key_ids[at.batch * p.key_ids_batch + key];
       }
-      if (has<kPrefixBit>(clause)) {
+      if (has<kMaskPrefix>(clause)) {
         shown = shown && key < detail::prefix_end(p, at, row);
       }
       if (shown) {
@@ -189,28 +187,45 @@ struct StoredMask {
     return false;
   }
 
-  PANTILE_DEVICE static Sight sight(const MaskParams& p, const MaskPlace& at,
-                                    const core::Span& rows, const core::Span& keys) {
-    detail::Seen seen{false, false};
-#pragma unroll 1
-    for (std::uint32_t clause = p.clauses; clause != 0; clause >>= kClauseBits) {
-      detail::Seen all{true, true};
-      if (has<kBlocksBit>(clause)) {
-        all = detail::both(all, detail::see_blocks(p, at, rows, keys));
-      }
-      if (has<kDocumentsBit>(clause)) {
-        all = detail::both(all, detail::see_documents(p, at, rows, keys));
-      }
-      if (has<kPrefixBit>(clause)) {
-        all = detail::both(all, detail::see_prefix(p, at, rows, keys));
-      }
-      if (has<kElementsBit>(clause) && all.any) {
-        all = detail::both(all, detail::see_elements(p, at, rows, keys));
-      }
-      seen.any = seen.any || all.any;
-      seen.all = seen.all || all.all;
+  // Two sets of forms: of which something may be visible, and, 4 bits higher, of which all is.
+  PANTILE_DEVICE static std::uint32_t see(const MaskParams& p, const MaskPlace& at,
+                                          const core::Span& rows, const core::Span& keys) {
+    std::uint32_t seen = kMaskDocuments | kMaskElements;
+    if ((forms(p) & kMaskBlocks) != 0) {
+      seen |= of(kMaskBlocks, detail::see_blocks(p, at, rows, keys));
     }
-    return seen.all ? Sight::all : seen.any ? Sight::some : Sight::none;
+    if ((forms(p) & kMaskPrefix) != 0) {
+      seen |= of(kMaskPrefix, detail::see_prefix(p, at, rows, keys));
+    }
+    return seen;
+  }
+
+  // Nothing that a warp finds out makes more visible.
+  PANTILE_DEVICE static bool look_on(const MaskParams& p, std::uint32_t seen) {
+    return (forms(p) & (kMaskDocuments | kMaskElements)) != 0 && sight(p, seen) == Sight::some;
+  }
+
+  PANTILE_DEVICE static std::uint32_t see_closely(const MaskParams& p, const MaskPlace& at,
+                                                  const core::Span& rows, const core::Span& keys,
+                                                  std::uint32_t seen) {
+    if ((forms(p) & kMaskDocuments) != 0) {
+      seen =
+          (seen & ~kMaskDocuments) | of(kMaskDocuments, detail::see_documents(p, at, rows, keys));
+    }
+    if ((forms(p) & kMaskElements) != 0 && sight(p, seen) == Sight::some) {
+      seen = (seen & ~kMaskElements) | of(kMaskElements, detail::see_elements(p, at, rows, keys));
+    }
+    return seen;
+  }
+
+  PANTILE_DEVICE static Sight sight(const MaskParams& p, std::uint32_t seen) {
+    bool any = false, all = false;
+    for (std::uint32_t rest = p.clauses; rest != 0; rest >>= kMaskForms) {
+      const std::uint32_t clause = rest & ((1u << kMaskForms) - 1);
+      any = any || (clause & ~seen) == 0;
+      all = all || (clause & ~(seen >> kMaskForms)) == 0;
+    }
+    return all ? Sight::all : any ? Sight::some : Sight::none;
   }
 
   // kGroups of 8 columns (transposed: rows), 16 at most.
@@ -225,7 +240,7 @@ struct StoredMask {
     } else {
       bits[0] = bits[1] = 0;
 #pragma unroll 1
-      for (std::uint32_t clause = p.clauses; clause != 0; clause >>= kClauseBits) {
+      for (std::uint32_t clause = p.clauses; clause != 0; clause >>= kMaskForms) {
         std::uint32_t all[2] = {0xffffffffu, 0xffffffffu};
         keep_clause<kTransposed, kGroups>(all, p, at, lines, clause);
         bits[0] |= all[0];
@@ -235,6 +250,19 @@ struct StoredMask {
   }
 
  private:
+  PANTILE_DEVICE static std::uint32_t of(std::uint32_t form, const detail::Seen& seen) {
+    return (seen.any ? form : 0u) | (seen.all ? form << kMaskForms : 0u);
+  }
+
+  // Those that occur; `p` has one clause of all kForms, or several.
+  PANTILE_DEVICE static std::uint32_t forms(const MaskParams& p) {
+    std::uint32_t found = kSeveral ? 0 : kForms;
+    for (std::uint32_t rest = kSeveral ? p.clauses : 0; rest != 0; rest >>= kMaskForms) {
+      found |= rest & kForms;
+    }
+    return found;
+  }
+
   // Whether a form is in a clause. One clause has all forms.
   template <std::uint32_t kBit>
   PANTILE_DEVICE static bool has(std::uint32_t clause) {
@@ -336,18 +364,18 @@ struct StoredMask {
   PANTILE_DEVICE static void keep_clause(std::uint32_t (&bits)[2], const MaskParams& p,
                                          const MaskPlace& at, const Lines<kTransposed>& lines,
                                          std::uint32_t clause) {
-    if (has<kBlocksBit>(clause)) {
+    if (has<kMaskBlocks>(clause)) {
       keep<kGroups>(bits, [&](int i, int o) {
         return detail::block_row(p, at, lines.row(i, o))[lines.key(i, o) >> p.block_shift] != 0;
       });
     }
-    if (has<kElementsBit>(clause)) {
+    if (has<kMaskElements>(clause)) {
       keep_elements<kGroups>(bits, p, at, lines);
     }
-    if (has<kDocumentsBit>(clause)) {
+    if (has<kMaskDocuments>(clause)) {
       keep_documents<kGroups>(bits, p, at, lines);
     }
-    if (has<kPrefixBit>(clause)) {
+    if (has<kMaskPrefix>(clause)) {
       keep<kGroups>(bits, [&](int i, int o) {
         return lines.key(i, o) < detail::prefix_end(p, at, lines.row(i, o));
       });

@@ -5,23 +5,13 @@
 #include <cstdint>
 
 #include "core/host_device.h"
+#include "pantile/variant.h"
 
 namespace pantile::attn {
 
-// The forms of MaskForm (pantile/variant.h), as bits of a clause.
-enum MaskBit : std::uint32_t {
-  kBlocksBit = 1,
-  kElementsBit = 2,
-  kDocumentsBit = 4,
-  kPrefixBit = 8,
-};
-inline constexpr int kClauseBits = 4;
-
 // Distances in elements; a form that is in no clause is not read.
 struct MaskParams {
-  // Clauses of kClauseBits each, from the lowest; 0 ends them. A pair is visible where all forms
-  // of some clause show it.
-  std::uint32_t clauses;
+  std::uint32_t clauses;  // as Variant::mask_clauses
 
   const std::uint8_t* blocks;  // [batch][head][rows / block][keys / block]
   std::int64_t blocks_batch, blocks_head, blocks_row;
@@ -38,16 +28,19 @@ struct MaskParams {
   std::int64_t prefixes_batch;   // 0 or 1
 };
 
-// The tiles that tiles of rows (forward) or of keys (backward) must visit, on the device. List
-// (head * head_step) * tiles + number of the tile: `counts` has how many of its entries are visible
-// as a whole, which come first, and how many it has; entries are in `entries`, capacity a list.
+// The tiles that tiles of rows (forward) or of keys (backward) must visit, on the device: lists
+// (head * head_step) * tiles + number of the tile.
 struct TileLists {
-  std::int32_t* counts;   // [lists][2]
+  // [lists][2]: how many entries are visible as a whole, which come first (of a backward:
+  // not 0 if the mask must be asked about some of them), and how many there are.
+  std::int32_t* counts;
   std::int32_t* entries;  // [lists][capacity]
-  std::int32_t* order;    // work items, longest first within sections of heads
-  int tiles;              // lists of a head
-  int head_step;          // 0: heads share them
-  int batch_step;         // dense: numbers from one sequence to the next, 0 if they share them
+  // [work items][4] in the order in which they run: the item, counts[0] of its lists (backward: of
+  // any of them), how many entries they have together, and the last one (forward).
+  std::int32_t* order;
+  int tiles;       // lists of a head
+  int head_step;   // 0: heads share them
+  int batch_step;  // dense: numbers from one sequence to the next, 0 if they share them
   int capacity;
 };
 

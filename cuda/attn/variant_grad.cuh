@@ -173,6 +173,13 @@ class GradVariant {
     P[3] &= kept_halves<3>(kept_[k][0], kept_[k][1]);
   }
 
+  PANTILE_DEVICE void drop(std::uint32_t (&P)[kSlices][4]) const {
+#pragma unroll
+    for (int k = 0; k < kSlices; ++k) {
+      drop(P[k], k);
+    }
+  }
+
   // Packed weights of slice k, the two of each word swapped, with the sign bits of those set that
   // are not kept.
   PANTILE_DEVICE uint4 with_signs(int k, const uint4& words) const {

@@ -3,7 +3,7 @@
 //
 //   1 list_tiles   a block a list: its warps ask the mask about the tiles that the window leaves,
 //                  one tile a warp, in chunks of as many tiles as the block has threads
-//   2 order_work   a block a section of heads: its work items, longest first (a counting sort)
+//   2 order_work   a block a section of heads: its work items, the longest first
 //
 // Forward: a list holds tiles of keys and belongs to a tile of rows. Backward (kTransposed): the
 // other way round, both counted from the first attended row and key (attended.h). Whole tiles come
@@ -100,7 +100,7 @@ class ListWriter {
   }
 
   // Moves the others behind the whole ones. The lists of a thread's block are its own.
-  PANTILE_DEVICE void close(std::int32_t* counts) {
+  PANTILE_DEVICE void close(std::int32_t* counts, int first_count) {
     const int gap = capacity_ - other_ - whole_;
     __syncthreads();
     if (gap > 0) {
@@ -116,10 +116,12 @@ class ListWriter {
       }
     }
     if (threadIdx.x == 0) {
-      counts[0] = whole_;
+      counts[0] = first_count;
       counts[1] = whole_ + other_;
     }
   }
+
+  PANTILE_DEVICE int whole() const { return whole_; }
 
  private:
   static constexpr int kWarps = kListThreads / 32;
@@ -128,11 +130,21 @@ class ListWriter {
   int whole_ = 0, other_ = 0;
 };
 
+// Backward: whether all of `keys` are seen by all rows of tile `tile`. Rows past the end do not
+// count: their weights are 0.
+PANTILE_DEVICE bool all_see(const core::Mask& mask, const core::Span& keys, int tile_rows,
+                            int tile) {
+  const core::Span first = core::visible_rows(mask, keys.begin);
+  const core::Span last = core::visible_rows(mask, keys.end - 1);
+  return tile * tile_rows >= last.begin &&
+         core::min_of((tile + 1) * tile_rows, mask.rows) <= first.end;
+}
+
 // One block: the list of the tile with that number, of a head.
 template <class Mask, bool kTransposed>
 PANTILE_DEVICE void list_tile(const ListParams& p, int number, int head) {
   constexpr int kWarps = kListThreads / 32;
-  __shared__ std::uint8_t sights[kListThreads];
+  __shared__ std::uint32_t seen[kListThreads];
   const attn::TileLists& lists = p.lists;
   const std::int64_t list = std::int64_t{head} * lists.tiles + number;
   const ListedTile listed = locate_list<kTransposed>(p, number, head);
@@ -146,33 +158,50 @@ PANTILE_DEVICE void list_tile(const ListParams& p, int number, int head) {
     plan = kTransposed ? core::plan_key_tile(listed.mask, mine, other)
                        : core::plan_row_tile(listed.mask, mine, other);
   }
+  int partial = 0;
   ListWriter writer(lists.entries + list * lists.capacity, lists.capacity);
   const int lane = prim::lane_index(), warp = static_cast<int>(threadIdx.x) / 32;
   for (int end = plan.visit.end; end > plan.visit.begin; end -= kListThreads) {
     const int count = core::min_of(end - plan.visit.begin, kListThreads);
-    __syncthreads();
-    for (int i = warp; i < count; i += kWarps) {
+    const auto ask = [&](int i, const auto& question) {
       const int tile = end - 1 - i;
       const core::Span theirs{tile * other, core::min_of((tile + 1) * other, other_end)};
-      core::Span rows = kTransposed ? theirs : mine, keys = kTransposed ? mine : theirs;
-      rows = core::Span{rows.begin + listed.first_row, rows.end + listed.first_row};
-      keys = core::Span{keys.begin + listed.first_key, keys.end + listed.first_key};
-      const attn::Sight sight = Mask::sight(p.mask, listed.at, rows, keys);
-      if (lane == 0) {
-        sights[i] = static_cast<std::uint8_t>(sight);
-      }
+      const core::Span& rows = kTransposed ? theirs : mine;
+      const core::Span& keys = kTransposed ? mine : theirs;
+      return question(core::Span{rows.begin + listed.first_row, rows.end + listed.first_row},
+                      core::Span{keys.begin + listed.first_key, keys.end + listed.first_key});
+    };
+    const int thread = static_cast<int>(threadIdx.x);
+    std::uint32_t found = 0;
+    if (thread < count) {
+      found = ask(thread, [&](const core::Span& rows, const core::Span& keys) {
+        return Mask::see(p.mask, listed.at, rows, keys);
+      });
     }
-    __syncthreads();
+    const bool looks_on = __syncthreads_or(thread < count && Mask::look_on(p.mask, found)) != 0;
+    if (looks_on) {
+      seen[thread] = found;
+      __syncthreads();
+      for (int i = warp; i < count; i += kWarps) {
+        if (Mask::look_on(p.mask, seen[i])) {
+          const std::uint32_t more = ask(i, [&](const core::Span& rows, const core::Span& keys) {
+            return Mask::see_closely(p.mask, listed.at, rows, keys, seen[i]);
+          });
+          __syncwarp();
+          if (lane == 0) {
+            seen[i] = more;
+          }
+        }
+      }
+      __syncthreads();
+      found = seen[thread];
+    }
     int entry = -1;
-    if (static_cast<int>(threadIdx.x) < count) {
-      const int tile = end - 1 - static_cast<int>(threadIdx.x);
-      const auto sight = static_cast<attn::Sight>(sights[threadIdx.x]);
-      // A backward cuts keys past the end in all of its tiles, and no rows.
+    if (thread < count) {
+      const int tile = end - 1 - thread;
+      const attn::Sight sight = Mask::sight(p.mask, found);
       const bool inside = kTransposed
-                              ? mine.size() == own && tile >= plan.full.begin &&
-                                    (tile < plan.full.end ||
-                                     (plan.full.begin < plan.full.end && tile == plan.full.end &&
-                                      (tile + 1) * other > other_end))
+                              ? mine.size() == own && all_see(listed.mask, mine, other, tile)
                               : tile >= plan.full.begin && tile < plan.full.end;
       if (sight != attn::Sight::none) {
         entry = attn::list_entry(tile, sight == attn::Sight::some ? attn::TileSight::partial
@@ -181,9 +210,11 @@ PANTILE_DEVICE void list_tile(const ListParams& p, int number, int head) {
       }
     }
     writer.add(entry);
+    partial |=
+        __syncthreads_or(entry >= 0 && attn::sight_of_entry(entry) == attn::TileSight::partial);
   }
   std::int32_t* const counts = lists.counts + 2 * list;
-  writer.close(counts);
+  writer.close(counts, kTransposed ? partial : writer.whole());
   if (!kTransposed && threadIdx.x == 0 && !mine.empty() && counts[1] == 0) {
     counts[1] = 1;
     lists.entries[list * lists.capacity] = attn::list_entry(0, attn::TileSight::hidden);
@@ -217,7 +248,9 @@ struct OrderParams {
   int packed_heads;
 };
 
-PANTILE_DEVICE int work_length(const OrderParams& p, int work) {
+// What is known of a work item: x the item, y counts[0] of its lists, any bit, z their entries, w
+// the last entry, if it has one list.
+PANTILE_DEVICE int4 describe_work(const OrderParams& p, int work) {
   int number, head;
   if (p.packed_heads > 0) {
     number = work / p.packed_heads;
@@ -227,38 +260,62 @@ PANTILE_DEVICE int work_length(const OrderParams& p, int work) {
     number = place.batch * p.lists.batch_step + place.tile;
     head = place.head;
   }
-  int length = 0;
+  int4 item = make_int4(work, 0, 0, 0);
   for (int g = 0; g < p.group; ++g) {
     const std::int64_t list =
         std::int64_t{head * p.group + g} * p.lists.head_step * p.lists.tiles + number;
-    length += p.lists.counts[2 * list + 1];
+    const int2 counts = *reinterpret_cast<const int2*>(p.lists.counts + 2 * list);
+    item.y |= counts.x;
+    item.z += counts.y;
+    if (p.group == 1 && counts.y > 0) {
+      item.w = p.lists.entries[list * p.lists.capacity + counts.y - 1];
+    }
   }
-  return length;
+  return item;
 }
 
-// A block a section: buckets of equal or nearly equal lengths, the longest first.
-PANTILE_DEVICE void order_work_body(const OrderParams& p) {
-  constexpr int kBuckets = kOrderThreads;
-  __shared__ int starts[kBuckets];
-  __shared__ int sums[32];
-  prim::allow_next_grid();
-  prim::wait_for_previous_grid();
+PANTILE_DEVICE int work_length(const OrderParams& p, int work) {
+  return describe_work(p, work).z;
+}
+
+// Lengths from 2^(c - 1) to 2^c - 1 are class c; 0 is class 0.
+PANTILE_DEVICE int class_of(int length) {
+  return 32 - __clz(length);
+}
+
+inline constexpr int kClasses = 32;
+
+// Where the items of a section begin that have a class: longer ones come first, those of all
+// sections, and in a class one section after the other. Adds up what all items have to say.
+PANTILE_DEVICE void find_class_starts(const OrderParams& p, int section, int (&starts)[kClasses]) {
+  __shared__ int all[kClasses], before[kClasses];
   const int thread = static_cast<int>(threadIdx.x);
-  const int begin = static_cast<int>(blockIdx.x) * p.section_items;
-  const int end = core::min_of(begin + p.section_items, p.items);
-  const std::int64_t most = core::max_of(std::int64_t{p.lists.capacity} * p.group, std::int64_t{1});
-  const auto bucket = [&](int work) {
-    const std::int64_t length = core::min_of<std::int64_t>(work_length(p, work), most);
-    return kBuckets - 1 - static_cast<int>(length * (kBuckets - 1) / most);
-  };
-  starts[thread] = 0;
-  __syncthreads();
-  for (int work = begin + thread; work < end; work += kOrderThreads) {
-    atomicAdd(&starts[bucket(work)], 1);
+  if (thread < kClasses) {
+    all[thread] = before[thread] = 0;
   }
   __syncthreads();
-  // Exclusive sums: of a warp, then of the warps.
-  const int count = starts[thread];
+  for (int work = thread; work < p.items; work += kOrderThreads) {
+    const int c = class_of(work_length(p, work));
+    atomicAdd(&all[c], 1);
+    if (work / p.section_items < section) {
+      atomicAdd(&before[c], 1);
+    }
+  }
+  __syncthreads();
+  if (thread < kClasses) {
+    int start = before[thread];
+    for (int c = thread + 1; c < kClasses; ++c) {
+      start += all[c];
+    }
+    starts[thread] = start;
+  }
+  __syncthreads();
+}
+
+// Exclusive sums over the block of one number a thread.
+PANTILE_DEVICE int sum_before(int count) {
+  __shared__ int sums[kOrderThreads / 32];
+  const int thread = static_cast<int>(threadIdx.x);
   int sum = count;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -273,10 +330,52 @@ PANTILE_DEVICE void order_work_body(const OrderParams& p) {
   for (int warp = 0; warp < thread / 32; ++warp) {
     before += sums[warp];
   }
-  starts[thread] = before + sum - count;
+  return before + sum - count;
+}
+
+// A block a section. Its items are sorted by their lengths, in buckets of equal or nearly equal
+// ones; the buckets of a class go where the section's part of the class begins. So the few longest
+// items of all sections run first, and most items run while the keys of their section are in L2.
+PANTILE_DEVICE void order_work_body(const OrderParams& p) {
+  constexpr int kBuckets = kOrderThreads;
+  __shared__ int places[kBuckets];
+  __shared__ int class_starts[kClasses], own_starts[kClasses];
+  prim::allow_next_grid();
+  prim::wait_for_previous_grid();
+  const int thread = static_cast<int>(threadIdx.x);
+  const int section = static_cast<int>(blockIdx.x);
+  const int begin = section * p.section_items;
+  const int end = core::min_of(begin + p.section_items, p.items);
+  find_class_starts(p, section, class_starts);
+  // A class has a part of the buckets of its own, so that buckets never hold two classes.
+  const int classes = class_of(p.lists.capacity * p.group) + 1;
+  const int part = kBuckets / classes;
+  const auto bucket = [&](int length) {
+    const int c = class_of(length);
+    const int low = c == 0 ? 0 : 1 << (c - 1);
+    const int width = c <= 1 ? 1 : 1 << (c - 1);
+    const int inside = static_cast<int>(std::int64_t{length - low} * part / width);
+    return kBuckets - 1 - (c * part + inside);
+  };
+  places[thread] = 0;
   __syncthreads();
   for (int work = begin + thread; work < end; work += kOrderThreads) {
-    p.lists.order[begin + atomicAdd(&starts[bucket(work)], 1)] = work;
+    atomicAdd(&places[bucket(work_length(p, work))], 1);
+  }
+  __syncthreads();
+  const int first = sum_before(places[thread]);
+  __syncthreads();
+  places[thread] = first;
+  __syncthreads();
+  if (thread < classes) {
+    own_starts[thread] = places[kBuckets - (thread + 1) * part];
+  }
+  __syncthreads();
+  for (int work = begin + thread; work < end; work += kOrderThreads) {
+    const int4 item = describe_work(p, work);
+    const int c = class_of(item.z);
+    const int place = atomicAdd(&places[bucket(item.z)], 1);
+    reinterpret_cast<int4*>(p.lists.order)[class_starts[c] + place - own_starts[c]] = item;
   }
 }
 

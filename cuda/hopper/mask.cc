@@ -12,11 +12,12 @@ using core::ceil_div;
 // Whether sequences, or heads, have lists of their own.
 bool differs_by_batch(const ForwardProblem& p) {
   const Variant& v = p.variant;
-  return p.has_seqused_q || p.has_seqused_k || p.packed_q || p.packed_k || v.mask.batch != 0 ||
-         v.mask_keys != 0;
+  return p.has_seqused_q || p.has_seqused_k || p.packed_q || p.packed_k ||
+         v.block_mask.batch != 0 || v.mask.batch != 0 || v.mask_queries != 0 || v.mask_keys != 0 ||
+         v.mask_prefixes != 0;
 }
 bool differs_by_head(const ForwardProblem& p) {
-  return p.variant.mask.head != 0;
+  return p.variant.block_mask.head != 0 || p.variant.mask.head != 0;
 }
 
 // `own`: rows or keys of a tile that has a list, `other`: of the tiles in it.
@@ -42,46 +43,40 @@ ListLayout lists_of(const ForwardProblem& p, bool by_keys, int own, int other, s
   lists.counts = aligned(begin);
   lists.entries = aligned(lists.counts + count * 2 * kInt);
   lists.order = aligned(lists.entries + count * static_cast<std::size_t>(lists.capacity) * kInt);
-  lists.end = aligned(lists.order + static_cast<std::size_t>(items) * kInt);
+  lists.end = aligned(lists.order + static_cast<std::size_t>(items) * 4 * kInt);
   return lists;
 }
 
 }  // namespace
 
-std::uint32_t mask_forms(const Variant& variant) {
-  switch (mask_form(variant)) {
-    case MaskForm::none: return 0;
-    case MaskForm::blocks: return attn::kBlocksBit;
-    case MaskForm::elements: return attn::kElementsBit;
-    case MaskForm::documents: return attn::kDocumentsBit;
-    case MaskForm::expression: return 0;  // a hook of the kernel, without lists
-  }
-  return 0;
-}
-
-bool has_clauses(const Variant&) {
-  return false;
+bool has_clauses(const Variant& variant) {
+  return mask_clauses(variant) >> kMaskForms != 0;
 }
 
 attn::MaskParams mask_params(const ForwardProblem& problem, const VariantTensors& tensors) {
   const Variant& v = problem.variant;
+  const auto is_even = [](const void* base, const MaskLayout& layout) {
+    return reinterpret_cast<std::uintptr_t>(base) % 2 == 0 && layout.batch % 2 == 0 &&
+           layout.head % 2 == 0 && layout.query % 2 == 0;
+  };
   attn::MaskParams params{};
-  params.clauses = mask_forms(v);
-  params.blocks = tensors.mask;
-  params.blocks_batch = v.mask.batch;
-  params.blocks_head = v.mask.head;
-  params.blocks_row = v.mask.query;
+  params.clauses = mask_clauses(v);
+  params.blocks = tensors.block_mask;
+  params.blocks_batch = v.block_mask.batch;
+  params.blocks_head = v.block_mask.head;
+  params.blocks_row = v.block_mask.query;
   params.block_shift = v.mask_block_size == 64 ? 6 : 7;
   params.elements = tensors.mask;
   params.elements_batch = v.mask.batch;
   params.elements_head = v.mask.head;
   params.elements_row = v.mask.query;
-  params.element_pairs = reinterpret_cast<std::uintptr_t>(tensors.mask) % 2 == 0 &&
-                         v.mask.batch % 2 == 0 && v.mask.head % 2 == 0 && v.mask.query % 2 == 0;
+  params.element_pairs = is_even(tensors.mask, v.mask);
   params.query_ids = tensors.query_ids;
   params.key_ids = tensors.key_ids;
-  params.query_ids_batch = v.mask.batch;
+  params.query_ids_batch = v.mask_queries;
   params.key_ids_batch = v.mask_keys;
+  params.prefixes = tensors.prefixes;
+  params.prefixes_batch = v.mask_prefixes;
   return params;
 }
 

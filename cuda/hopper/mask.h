@@ -11,9 +11,8 @@
 
 namespace pantile::hopper {
 
-// The forms of a problem's mask, attn::MaskBit; 0: none.
-std::uint32_t mask_forms(const Variant& variant);
-bool has_clauses(const Variant& variant);  // more than one
+// Whether a mask has more clauses than one.
+bool has_clauses(const Variant& variant);
 
 attn::MaskParams mask_params(const ForwardProblem& problem, const VariantTensors& tensors);
 

@@ -7,9 +7,7 @@ namespace pantile::hopper {
 namespace {
 
 // One instance serves all masks of pantile/variant.h.
-using AnyMask =
-    attn::StoredMask<attn::kBlocksBit | attn::kElementsBit | attn::kDocumentsBit | attn::kPrefixBit,
-                     true>;
+using AnyMask = attn::StoredMask<kMaskBlocks | kMaskElements | kMaskDocuments | kMaskPrefix, true>;
 
 core::SequenceSide side_of(std::int64_t length, const std::int32_t* cu_seqlens,
                            const std::int32_t* seqused) {

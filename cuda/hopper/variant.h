@@ -30,7 +30,7 @@ struct VariantHooks {
   bool alibi = false;
   BiasForm bias = BiasForm::none;
   bool dropout = false;
-  std::uint32_t mask_forms = 0;  // attn::MaskBit: the walk is over lists of tiles
+  std::uint32_t mask_forms = 0;  // MaskForm: the walk is over lists of tiles
   bool mask_clauses = false;     // more than one
   bool grad_alibi = false;       // these two: backward
   bool grad_bias = false;

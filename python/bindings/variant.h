@@ -15,7 +15,7 @@ namespace pantile::python {
 // Tensors that are null are not part of the variant.
 struct VariantArguments {
   nb::object alibi, sinks, bias, dropout_seed;
-  nb::object mask, query_ids, key_ids;
+  nb::object mask, query_ids, key_ids, block_mask, prefixes;
   nb::object captured0, captured1, captured2, captured3, captured4, captured5;  // by expressions
   double softcap = 0.0;
   std::int64_t dropout = 0;
@@ -23,8 +23,9 @@ struct VariantArguments {
   std::int64_t head_offset = 0;
   std::int64_t query_offset = 0;
   std::int64_t key_offset = 0;
-  std::int64_t mask_block = 0;  // of a mask of blocks; 0: of elements
-  std::string score;            // texts of expressions; empty: none
+  std::int64_t mask_block = 0;    // of block_mask
+  std::int64_t mask_clauses = 0;  // as Variant::mask_clauses
+  std::string score;              // texts of expressions; empty: none
   std::string mask_expression;
   std::string captured_names;  // of the tensors: "a,b|c" are two of the score and one of the mask
 };
@@ -45,6 +46,8 @@ inline constexpr std::tuple kVariantFields{
     VariantField{"mask", &VariantArguments::mask},
     VariantField{"query_ids", &VariantArguments::query_ids},
     VariantField{"key_ids", &VariantArguments::key_ids},
+    VariantField{"block_mask", &VariantArguments::block_mask},
+    VariantField{"prefixes", &VariantArguments::prefixes},
     VariantField{"captured0", &VariantArguments::captured0},
     VariantField{"captured1", &VariantArguments::captured1},
     VariantField{"captured2", &VariantArguments::captured2},
@@ -58,6 +61,7 @@ inline constexpr std::tuple kVariantFields{
     VariantField{"query_offset", &VariantArguments::query_offset},
     VariantField{"key_offset", &VariantArguments::key_offset},
     VariantField{"mask_block", &VariantArguments::mask_block},
+    VariantField{"mask_clauses", &VariantArguments::mask_clauses},
     VariantField{"score", &VariantArguments::score},
     VariantField{"mask_expression", &VariantArguments::mask_expression},
     VariantField{"captured_names", &VariantArguments::captured_names},
@@ -149,16 +153,17 @@ inline void read_dropout_seed(nb::handle object, Request* request) {
   request->tensors.variant.dropout_seed = static_cast<const std::int64_t*>(view.data);
 }
 
-// Bool or uint8, [batch | 1, heads_q | 1, rows, columns] of blocks, or of elements, whose rows may
-// be shared.
-inline void read_mask(nb::handle object, std::int64_t block, bool runs, Request* request) {
-  ForwardProblem& problem = request->problem;
-  const TensorView view = read_tensor(object, "mask");
+// Bool or uint8, [batch | 1, heads_q | 1, rows, columns] of blocks of `block` queries and keys, or
+// with 0 of elements, whose rows may be shared.
+inline const std::uint8_t* read_mask(nb::handle object, const char* name, std::int64_t block,
+                                     bool runs, const Request& request, MaskLayout* layout) {
+  const ForwardProblem& problem = request.problem;
+  const TensorView view = read_tensor(object, name);
   if (view.bits != 8 || (view.code != dlpack::kBool && view.code != dlpack::kUInt)) {
     raise_type_error("mask has dtype %s; it must be bool",
                      dtype_text(view.code, view.bits).c_str());
   }
-  require_same_device(view, request->q);
+  require_same_device(view, request.q);
   if (block < 0 || block > 1 << 20) {
     raise_value_error("block of mask is %lld; it must be 64 or 128", static_cast<long long>(block));
   }
@@ -180,12 +185,8 @@ inline void read_mask(nb::handle object, std::int64_t block, bool runs, Request*
                       shape_text(view.stride, 4).c_str());
   }
   const auto stride = [&](int axis) { return view.shape[axis] == 1 ? 0 : view.stride[axis]; };
-  Variant& variant = problem.variant;
-  variant.has_block_mask = block != 0;
-  variant.has_element_mask = block == 0;
-  variant.mask_block_size = static_cast<int>(block);
-  variant.mask = MaskLayout{stride(0), stride(1), stride(2)};
-  request->tensors.variant.mask = static_cast<const std::uint8_t*>(view.data);
+  *layout = MaskLayout{stride(0), stride(1), stride(2)};
+  return static_cast<const std::uint8_t*>(view.data);
 }
 
 // int32 [batch | 1, length]; the stride between sequences.
@@ -212,14 +213,54 @@ inline const std::int32_t* read_ids(nb::handle object, const char* name, std::in
   return static_cast<const std::int32_t*>(view.data);
 }
 
-inline void read_documents(const VariantArguments& arguments, bool runs, Request* request) {
+// int32 [batch | 1].
+inline const std::int32_t* read_prefixes(nb::handle object, const Request& request,
+                                         std::int64_t* stride) {
+  const TensorView view = read_tensor(object, "prefixes");
+  if (view.code != dlpack::kInt || view.bits != 32) {
+    raise_type_error("prefixes has dtype %s; it must be int32",
+                     dtype_text(view.code, view.bits).c_str());
+  }
+  require_same_device(view, request.q);
+  const std::int64_t batch = request.problem.batch;
+  if (view.rank != 1 || (view.shape[0] != 1 && view.shape[0] != batch)) {
+    raise_value_error("prefixes has shape %s; it must be [%lld] or [1]",
+                      shape_text(view.shape, std::min(view.rank, kMaxRank)).c_str(),
+                      static_cast<long long>(batch));
+  }
+  *stride = view.shape[0] == 1 ? 0 : view.stride[0];
+  return static_cast<const std::int32_t*>(view.data);
+}
+
+// All forms of the mask.
+inline void read_masks(const VariantArguments& arguments, bool runs, Request* request) {
   ForwardProblem& problem = request->problem;
+  Variant& variant = problem.variant;
   VariantTensors& tensors = request->tensors.variant;
-  problem.variant.has_documents = true;
-  tensors.query_ids = read_ids(arguments.query_ids, "query_ids", problem.seqlen_q, runs, *request,
-                               &problem.variant.mask.batch);
-  tensors.key_ids = read_ids(arguments.key_ids, "key_ids", problem.seqlen_k, runs, *request,
-                             &problem.variant.mask_keys);
+  variant.has_block_mask = !arguments.block_mask.is_none();
+  variant.has_element_mask = !arguments.mask.is_none();
+  variant.has_documents = !arguments.query_ids.is_none() || !arguments.key_ids.is_none();
+  variant.has_prefix = !arguments.prefixes.is_none();
+  if (variant.has_block_mask) {
+    tensors.block_mask = read_mask(arguments.block_mask, "block_mask", arguments.mask_block, runs,
+                                   *request, &variant.block_mask);
+    variant.mask_block_size = static_cast<int>(arguments.mask_block);
+  }
+  if (variant.has_element_mask) {
+    tensors.mask = read_mask(arguments.mask, "mask", 0, runs, *request, &variant.mask);
+  }
+  if (variant.has_documents) {
+    tensors.query_ids = read_ids(arguments.query_ids, "query_ids", problem.seqlen_q, runs, *request,
+                                 &variant.mask_queries);
+    tensors.key_ids = read_ids(arguments.key_ids, "key_ids", problem.seqlen_k, runs, *request,
+                               &variant.mask_keys);
+  }
+  if (variant.has_prefix) {
+    tensors.prefixes = read_prefixes(arguments.prefixes, *request, &variant.mask_prefixes);
+  }
+  constexpr std::int64_t kMost = 0xffffffff;  // refused by the rules, and fits the field
+  variant.mask_clauses =
+      static_cast<std::uint32_t>(std::clamp<std::int64_t>(arguments.mask_clauses, 0, kMost));
 }
 
 // `object` is None for plain attention.
@@ -243,12 +284,7 @@ inline void read_variant(nb::handle object, bool runs, Request* request) {
   if (!arguments.bias.is_none()) {
     read_bias(arguments.bias, runs, request);
   }
-  if (!arguments.mask.is_none()) {
-    read_mask(arguments.mask, arguments.mask_block, runs, request);
-  }
-  if (!arguments.query_ids.is_none() || !arguments.key_ids.is_none()) {
-    read_documents(arguments, runs, request);
-  }
+  read_masks(arguments, runs, request);
   if (!arguments.score.empty() || !arguments.mask_expression.empty()) {
     static_assert(kMaxCaptured == 6);
     read_expressions(arguments.score, arguments.mask_expression, arguments.captured_names,

@@ -29,10 +29,11 @@ from pantile._kv import append, decode, decode_schedule, mla_decode
 from pantile._kv_cache import KVCache
 from pantile._kv_explain import DecodeExplanation, explain_decode
 from pantile._kv_prefix import decode_shared_prefix
+from pantile._mask_forms import BlockMask, Documents, Prefix
 from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
-from pantile._variants import BlockMask, Documents, Dropout, dropout_mask
+from pantile._variants import Dropout, dropout_mask
 from pantile._varlen import varlen_attention
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ __all__ = [
     "Mask",
     "Options",
     "PassExplanation",
+    "Prefix",
     "Quantized",
     "Score",
     "UnsupportedError",

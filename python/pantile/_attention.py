@@ -304,6 +304,7 @@ def attention(
         dropout: a probability or a :class:`pantile.Dropout`: removes weights after the softmax.
         mask: a bool tensor that broadcasts to ``[batch, heads_q, seqlen_q, seqlen_k]``, True where
             a query sees a key, a :class:`pantile.BlockMask`, :class:`pantile.Documents` or
+            :class:`pantile.Prefix`, these combined with ``&`` and ``|``, or a
             :class:`pantile.Mask`.
         score: a :class:`pantile.Score`, a function of the scores after softcap, alibi and bias.
         return_lse: also return the log-sum-exp of each row's scores.

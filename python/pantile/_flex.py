@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pantile import _C
 from pantile._arguments import flag, shown
 from pantile._attention import attention
-from pantile._variants import BlockMask, Documents
+from pantile._mask_forms import BlockMask, Documents
 
 if TYPE_CHECKING:
     from pantile._types import Mask, Tensor, Window

@@ -82,6 +82,8 @@ _FORMS = {  # dtype, which of the bias may be that of q, and axes, of which some
     "mask": ("bool", 4),
     "query_ids": ("int32", 2),
     "key_ids": ("int32", 2),
+    "block_mask": ("bool", 4),
+    "prefixes": ("int32", 0),
 }
 
 

@@ -116,12 +116,14 @@ BACKWARD = Signature(
 # (bindings/variant.h). Plain calls have operators of their own, which do not carry them.
 VARIANT_TENSORS = (
     "Tensor? alibi, Tensor? sinks, Tensor? bias, Tensor? dropout_seed, Tensor? mask, "
-    "Tensor? query_ids, Tensor? key_ids, Tensor? captured0, Tensor? captured1, Tensor? captured2, "
-    "Tensor? captured3, Tensor? captured4, Tensor? captured5"
+    "Tensor? query_ids, Tensor? key_ids, Tensor? block_mask, Tensor? prefixes, "
+    "Tensor? captured0, Tensor? captured1, Tensor? captured2, Tensor? captured3, "
+    "Tensor? captured4, Tensor? captured5"
 )
 VARIANT_NUMBERS = (
     "float softcap, int dropout, SymInt batch_offset, SymInt head_offset, SymInt query_offset, "
-    "SymInt key_offset, int mask_block, str score, str mask_expression, str captured_names"
+    "SymInt key_offset, int mask_block, int mask_clauses, str score, str mask_expression, "
+    "str captured_names"
 )
 VARIANT = tuple(field.name for field in _fields_of(f"{VARIANT_TENSORS}, {VARIANT_NUMBERS}"))
 VARIANT_TENSOR_NAMES = tuple(field.name for field in _fields_of(VARIANT_TENSORS))

@@ -11,8 +11,9 @@ from typing_extensions import TypedDict
 
 from pantile._expressions import Mask as MaskExpression
 from pantile._expressions import Score
+from pantile._mask_forms import CombinableMask
 from pantile._options import Options
-from pantile._variants import BlockMask, Documents, Dropout
+from pantile._variants import Dropout
 
 Tensor: TypeAlias = torch.Tensor
 NumpyArray: TypeAlias = numpy.ndarray[Any, Any]
@@ -20,7 +21,7 @@ NumpyArray: TypeAlias = numpy.ndarray[Any, Any]
 Array = TypeVar("Array", torch.Tensor, numpy.ndarray[Any, Any])
 Lengths: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any]  # int32
 Window: TypeAlias = tuple[int | None, int | None]
-Mask: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any] | BlockMask | Documents | MaskExpression
+Mask: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any] | CombinableMask | MaskExpression
 
 
 # Arguments by name, which all overloads of a public call have.

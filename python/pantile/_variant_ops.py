@@ -384,6 +384,7 @@ def _with_all_axes(variant: Variant) -> Variant:
         mask=_in_front(variant.mask, 4),
         query_ids=_in_front(variant.query_ids, 2),
         key_ids=_in_front(variant.key_ids, 2),
+        block_mask=_in_front(variant.block_mask, 4),
     )
 
 

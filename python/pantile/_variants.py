@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pantile._arguments import dtype_name, integer, is_symbolic, length, real, shown
 from pantile._expressions import Mask, Score, expression_fields
+from pantile._mask_forms import compiled_mask
 from pantile._schema import Variant
 
 if TYPE_CHECKING:
@@ -151,72 +152,11 @@ def resolve_variant(
     if cap == 0.0 and alibi is bias is sinks is mask is score is None and dropped == 0:
         return None
     condition = mask if isinstance(mask, Mask) else None
-    *masks, block = _mask_of(None if condition is not None else mask)
+    masks, numbers = compiled_mask(None if condition is not None else mask)
     captured, texts = expression_fields(score, condition)
     tensors = (alibi, sinks, bias, None, *masks, *captured)
-    variant = Variant(*tensors, cap, dropped, *offsets, block, *texts)
+    variant = Variant(*tensors, cap, dropped, *offsets, *numbers, *texts)
     return variant, chosen if dropped > 0 else None
-
-
-@dataclass(frozen=True, eq=False)
-class BlockMask:
-    """A mask of blocks: block (i, j) is visible, or none of its pairs is.
-
-    blocks: bool ``[batch, heads_q, ceil(seqlen_q / block), ceil(seqlen_k / block)]``; the first two
-        may be 1 or left out. Blocks that are False are neither read nor multiplied.
-    block: queries and keys of a block: 64 or 128.
-
-    It combines with ``causal`` and ``window``: a pair is visible when all show it.
-    """
-
-    blocks: Any
-    block: int = 128
-
-    def __post_init__(self) -> None:
-        if dtype_name(getattr(self.blocks, "dtype", None)) != "bool":
-            raise TypeError(f"blocks is {shown(self.blocks)}; it must be a bool tensor")
-        block = integer("block", self.block)
-        if block not in (64, 128):
-            raise ValueError(f"block is {shown(block)}; it must be 64 or 128")
-        object.__setattr__(self, "block", block)
-
-
-@dataclass(frozen=True, eq=False)
-class Documents:
-    """A mask of documents: a query sees the keys that have its id. Ids come in any order.
-
-    ids: int32 ``[batch, seqlen_q]`` or ``[seqlen_q]``, of queries.
-    key_ids: of keys, ``[batch, seqlen_k]`` or ``[seqlen_k]``; ``None``: ids.
-
-    It combines with ``causal`` and ``window``: a pair is visible when all show it.
-    """
-
-    ids: Any
-    key_ids: Any = None
-
-    def __post_init__(self) -> None:
-        for name in ("ids", "key_ids"):
-            value = getattr(self, name)
-            if value is None and name == "key_ids":
-                continue
-            if dtype_name(getattr(value, "dtype", None)) != "int32":
-                raise TypeError(f"{name} is {shown(value)}; it must be an int32 tensor")
-
-
-def _mask_of(mask: Any) -> tuple:
-    """(mask, query_ids, key_ids, mask_block)."""
-    if mask is None:
-        return None, None, None, 0
-    if isinstance(mask, BlockMask):
-        return mask.blocks, None, None, mask.block
-    if isinstance(mask, Documents):
-        return None, mask.ids, mask.ids if mask.key_ids is None else mask.key_ids, 0
-    if dtype_name(getattr(mask, "dtype", None)) != "bool":
-        raise TypeError(
-            f"mask is {shown(mask)}; it must be a bool tensor, a pantile.BlockMask, a "
-            "pantile.Documents, a pantile.Mask or None; what is added to scores is bias"
-        )
-    return mask, None, None, 0
 
 
 def refuse_in_fp8(given: tuple) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from pantile._mask_forms import BlockMask, CombinedMask, Documents, Prefix
 from pantile._masks import UNBOUNDED, window_bounds
-from pantile._variants import BlockMask, Documents, dropout_mask
+from pantile._variants import dropout_mask
 
 
 def visible(seqlen_q: int, seqlen_k: int, left: int, right: int, device=None) -> torch.Tensor:
@@ -85,6 +86,13 @@ def shown(mask, rows, keys):
         ids = mask.ids.reshape(-1, mask.ids.shape[-1])
         key_ids = ids if mask.key_ids is None else mask.key_ids.reshape(-1, mask.key_ids.shape[-1])
         return (ids[:, :rows, None] == key_ids[:, None, :keys])[:, None]
+    if isinstance(mask, Prefix):
+        row = torch.arange(rows, device=mask.lengths.device)[:, None]
+        key = torch.arange(keys, device=mask.lengths.device)
+        return (key < mask.lengths[:, None, None, None]) | (key <= row + keys - rows)
+    if isinstance(mask, CombinedMask):
+        left, right = (shown(x, rows, keys) for x in (mask.left, mask.right))
+        return left & right if mask.operator == "&" else left | right
     return mask[..., :rows, :keys]
 
 

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "core/integer.h"
+#include "hopper/mask.h"
 #include "hopper/plan.h"
 #include "hopper/variant.h"
 #include "pantile/attention.h"
@@ -170,7 +172,7 @@ TEST(HopperVariant, BackwardTextsNameTheirHooks) {
   const KernelInfo wide = row_of(Pass::backward, DType::bf16, 256, MaskKind::causal);
   const std::string pipeline = text_of(backward_plan(problem, wide));
   EXPECT_TRUE(holds(pipeline, "#include \"hopper/backward/kernel_pipeline.cuh\""));
-  EXPECT_TRUE(holds(pipeline, "pipeline_body<Config, MaskKind::causal, kSum, kHooks>"));
+  EXPECT_TRUE(holds(pipeline, "pipeline_body<Config, MaskKind::causal, kSum, kHooks, SpanRows>"));
 
   BackwardProblem full = backward_problem();
   full.forward.variant.has_alibi = true;
@@ -204,6 +206,67 @@ TEST(HopperVariant, RefusesByName) {
   EXPECT_TRUE(holds(hopper::variant_rule(shared).message(), "deterministic is true"));
   shared.forward.variant.bias.batch = 8 * 1024 * 1024;
   EXPECT_TRUE(hopper::variant_rule(shared).ok());
+}
+
+TEST(HopperVariant, MasksWalkLists) {
+  const KernelInfo row = row_of(Pass::forward, DType::bf16, 128, MaskKind::causal);
+  ForwardProblem problem = causal(forward_problem());
+  EXPECT_EQ(text_of(forward_plan(problem, row)), "");
+  problem.variant.has_documents = true;
+  EXPECT_TRUE(holds(text_of(forward_plan(problem, row)),
+                    "forward_body<Shape, kDType, Variant, ListWalk<attn::StoredMask<4, false>>>"));
+  EXPECT_TRUE(holds(text_of(forward_plan(problem, row)), "using Variant = attn::NoVariant;"));
+  problem.variant.softcap = 30.0f;
+  EXPECT_TRUE(holds(text_of(forward_plan(problem, row)), "using Variant = attn::Softcap<false>;"));
+  problem.variant.has_prefix = true;
+  EXPECT_TRUE(holds(text_of(forward_plan(problem, row)), "attn::StoredMask<12, false>"));
+  // Which clauses there are is no part of the text.
+  problem.variant.mask_clauses = kMaskDocuments | kMaskPrefix << 4;
+  const std::string text = text_of(forward_plan(problem, row));
+  EXPECT_TRUE(holds(text, "attn::StoredMask<12, true>"));
+  problem.variant.mask_clauses = kMaskPrefix | kMaskDocuments << 4;
+  EXPECT_EQ(text_of(forward_plan(problem, row)), text);
+
+  const KernelInfo row_b = row_of(Pass::backward, DType::bf16, 128, MaskKind::full);
+  BackwardProblem backward = backward_problem(forward_problem());
+  backward.forward.variant.has_element_mask = true;
+  EXPECT_TRUE(holds(text_of(backward_plan(backward, row_b)),
+                    "kHooks, ListRows<attn::StoredMask<2, false>>>(maps, params, variant)"));
+  EXPECT_TRUE(holds(text_of(backward_plan(backward, row_b)), "kHooks{.lists = true}"));
+  EXPECT_TRUE(hopper::variant_rule(backward).ok());
+  backward.deterministic = true;
+  EXPECT_TRUE(holds(hopper::variant_rule(backward).message(),
+                    "deterministic is true; this kernel has that without a mask only"));
+}
+
+TEST(HopperVariant, ListsAreSharedByWhatSharesTheMask) {
+  const KernelInfo row = row_of(Pass::forward, DType::bf16, 128, MaskKind::full);
+  ForwardProblem problem = forward_problem();  // 2 sequences, 1024 queries and keys
+  const std::int64_t batch = problem.batch, heads = problem.heads_q;
+  problem.variant.has_block_mask = true;
+  problem.variant.mask_block_size = 128;
+  problem.variant.block_mask.query = 8;
+  const auto lists = [&] { return hopper::forward_lists(forward_plan(problem, row)); };
+  EXPECT_EQ(lists().tiles, core::ceil_div<std::int64_t>(problem.seqlen_q, 128));
+  EXPECT_EQ(lists().heads, 1);
+  EXPECT_EQ(lists().batch_step, 0);
+  EXPECT_EQ(lists().capacity, core::ceil_div<std::int64_t>(problem.seqlen_k, 128));
+  EXPECT_EQ(lists().items, batch * heads * lists().tiles);
+  const std::int64_t tiles = lists().tiles;
+  problem.variant.block_mask.head = 64;
+  EXPECT_EQ(lists().heads, heads);
+  problem.variant.block_mask.batch = 1024;
+  EXPECT_EQ(lists().tiles, batch * tiles);
+  EXPECT_EQ(lists().batch_step, tiles);
+  // Behind the counters, apart from each other, and inside of the workspace.
+  const hopper::ListLayout all = lists();
+  const ForwardPlan plan = forward_plan(problem, row);
+  EXPECT_GE(all.counts, plan.workspace.zeroed_bytes);
+  EXPECT_GE(all.entries, all.counts + static_cast<std::size_t>(all.tiles * all.heads) * 8);
+  EXPECT_GE(all.order, all.entries + static_cast<std::size_t>(all.tiles * all.heads) *
+                                         static_cast<std::size_t>(all.capacity) * 4);
+  EXPECT_GE(all.end, all.order + static_cast<std::size_t>(all.items) * 16);
+  EXPECT_EQ(plan.workspace.bytes, all.end);
 }
 
 TEST(HopperVariant, RowsOfTheTable) {

@@ -64,6 +64,46 @@ TEST(VariantRules, NameFieldValueAndRule) {
   }
 }
 
+TEST(VariantRules, OfMasks) {
+  struct Bad {
+    void (*spoil)(ForwardProblem*);
+    const char* message;
+  };
+  const Bad bad[] = {
+      {[](ForwardProblem* p) { p->variant.has_block_mask = true; },
+       "mask_block_size is 0; it must be 64 or 128"},
+      {[](ForwardProblem* p) { p->variant.mask_block_size = 64; },
+       "mask_block_size is 64; it must be 0 without has_block_mask"},
+      {[](ForwardProblem* p) { p->variant.mask_clauses = kMaskPrefix; },
+       "mask_clauses is 0x8; it must be 0, or up to 6 clauses of 4 bits that name the forms of the "
+       "mask, 0x0"},
+      {[](ForwardProblem* p) {
+         p->variant.has_prefix = p->variant.has_documents = true;
+         p->variant.mask_clauses = kMaskPrefix;
+       },
+       "mask_clauses is 0x8; it must be 0, or up to 6 clauses of 4 bits that name the forms of the "
+       "mask, 0xc"},
+      {[](ForwardProblem* p) {
+         p->variant.has_prefix = p->variant.has_documents = true;
+         p->variant.mask_clauses = kMaskPrefix | kMaskDocuments << 8;
+       },
+       "mask_clauses is 0x408; it must be 0, or up to 6 clauses of 4 bits that name the forms of "
+       "the mask, 0xc"},
+      {[](ForwardProblem* p) {
+         p->variant.has_prefix = true;
+         p->variant.mask_prefixes = -1;
+       },
+       "mask_prefixes: stride along batch is -1; it must be 0 or more"},
+  };
+  EXPECT_TRUE(host::validate(with_bias()).ok());
+  for (const Bad& b : bad) {
+    ForwardProblem p = with_bias();
+    b.spoil(&p);
+    EXPECT_STREQ(host::validate(p).message(), b.message);
+    EXPECT_STREQ(host::validate(backward_problem(p)).message(), b.message);
+  }
+}
+
 TEST(VariantRules, GradientsNeedTheirTensor) {
   BackwardProblem p = backward_problem(with_bias());
   p.wants_grad_bias = true;
@@ -159,6 +199,27 @@ TEST(VariantRules, CanonicalFormDropsWhatCannotMatter) {
   v = host::canonical(p).variant;
   EXPECT_EQ(v.bias_dtype, Variant().bias_dtype);
   EXPECT_EQ(v.bias.base_align_bytes, BiasLayout().base_align_bytes);
+}
+
+TEST(VariantRules, MasksWithoutWhatCannotMatter) {
+  ForwardProblem p = forward_problem();
+  p.variant.mask = p.variant.block_mask = MaskLayout{4, 5, 6};
+  p.variant.mask_queries = p.variant.mask_keys = p.variant.mask_prefixes = 7;
+  const Variant none = host::canonical(p).variant;
+  EXPECT_EQ(none.mask.batch + none.mask.head + none.mask.query, 0);
+  EXPECT_EQ(none.block_mask.batch + none.block_mask.head + none.block_mask.query, 0);
+  EXPECT_EQ(none.mask_queries + none.mask_keys + none.mask_prefixes, 0);
+  p.variant.has_prefix = p.variant.has_documents = true;
+  p.variant.mask_clauses = kMaskPrefix | kMaskDocuments;
+  const Variant two = host::canonical(p).variant;
+  EXPECT_EQ(two.mask_keys, 7);
+  EXPECT_EQ(two.mask_prefixes, 7);
+  EXPECT_EQ(two.mask_clauses, 0u);
+  EXPECT_EQ(mask_clauses(two), kMaskPrefix | kMaskDocuments);
+  p.variant.mask_clauses = kMaskPrefix | kMaskDocuments << 4;
+  EXPECT_EQ(host::canonical(p).variant.mask_clauses, 0x48u);
+  p.batch = 1;
+  EXPECT_EQ(host::canonical(p).variant.mask_prefixes, 0);
 }
 
 TEST(VariantRules, ShapeOfTheGradientOfTheBias) {

@@ -237,6 +237,7 @@ CALLS = {
     "merge_attention": (pantile.merge_attention, partials),
     "BlockMask": (lambda **given: attend_blocks(**given), dict),
     "Documents": (lambda **given: attend_documents(**given), dict),
+    "Prefix": (lambda **given: attend_prefix(**given), dict),
     "Dropout": (lambda **given: attend_dropped(**given), dict),
     "dropout_mask": (pantile.dropout_mask, mask_sizes),
     "Options": (lambda **given: attend_with(**given), dict),
@@ -252,12 +253,14 @@ CALLS = {
     "KVCache": (lambda **given: decode_cached(**given), dict),
     "fp8.attention": (pantile.fp8.attention, lambda: {"operands": pantile.quantize(**dense())}),
 }
-# Without arguments, or holding answers: nothing to get wrong.
+# Without arguments, or holding answers: nothing to get wrong. Mask and Score: test_expressions.py.
 PLAIN = {
     "DecodeExplanation",
     "Explanation",
+    "Mask",
     "PassExplanation",
     "Quantized",
+    "Score",
     "UnsupportedError",
     "Verdict",
     "__version__",
@@ -295,6 +298,11 @@ def attend_documents(**given):
     return pantile.attention(**dense(), mask=documents)
 
 
+def attend_prefix(**given):
+    lengths = torch.zeros(2, dtype=torch.int32)
+    return pantile.attention(**dense(), mask=pantile.Prefix(**{"lengths": lengths, **given}))
+
+
 def attend_softmax(**given):
     return attend_with(softmax=SoftmaxOptions(**given))
 
@@ -306,6 +314,7 @@ def parameters(name: str) -> list[str]:
         "Dropout": pantile.Dropout,
         "KVCache": pantile.KVCache,
         "Options": pantile.Options,
+        "Prefix": pantile.Prefix,
         "SoftmaxOptions": SoftmaxOptions,
     }
     found = inspect.signature(classes.get(name, CALLS[name][0])).parameters.values()
@@ -319,6 +328,7 @@ def test_every_public_function_is_here():
         "Dropout",
         "KVCache",
         "Options",
+        "Prefix",
     } == set(pantile.__all__)
 
 
@@ -363,7 +373,7 @@ ALSO = {
     "v_new": ("k_new",),
     "cu_seqlens_new": ("max_seqlen_new", "k_new"),
     "max_seqlen_new": ("cu_seqlens_new",),
-    "lengths": ("batch", "cache.k", "block_table"),
+    "lengths": ("batch", "cache.k", "block_table", "prefixes"),
 }
 
 

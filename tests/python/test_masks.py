@@ -1,18 +1,30 @@
-"""Masks beside the window: blocks, documents and bool tensors, against the textbook in float64."""
+"""Masks beside the window (blocks, documents, prefixes, bool tensors and what & and | make of them)
+against the textbook in float64."""
 
 from __future__ import annotations
+
+import operator
 
 import pantile
 import pytest
 import torch
+from pantile._mask_forms import CombinableMask, CombinedMask, compiled_mask
 from support import Target, assert_same_bits, dense, packed
 from test_variants import arguments_of, assert_right, attend, serves
 
-MASKS = ("blocks", "blocks_by_head", "blocks_of_64", "documents", "elements", "keys")
+FORMS = ("blocks", "blocks_by_head", "blocks_of_64", "documents", "elements", "keys", "prefix")
+COMBINED = ("blocks and documents", "documents or prefix", "elements and prefix or blocks")
+MASKS = FORMS + COMBINED
 
 
 def mask_of(name: str, case, target: Target, seed: int = 3):
     """Some queries see nothing, some tiles are hidden, some shown whole."""
+    for word, combine in ((" or ", operator.or_), (" and ", operator.and_)):
+        if word in name:
+            left, right = (mask_of(x, case, target, seed) for x in name.split(word))
+            return (
+                combine(left, right) if isinstance(left, CombinableMask) else combine(right, left)
+            )
     generator = torch.Generator().manual_seed(seed)
     heads = case.q.shape[-2]
     if case.lengths:
@@ -40,6 +52,9 @@ def mask_of(name: str, case, target: Target, seed: int = 3):
             for length in (rows, keys)
         ]
         return pantile.Documents(*ids)
+    if name == "prefix":
+        lengths = torch.randint(0, keys + 1, (batch,), generator=generator)
+        return pantile.Prefix(lengths.to(torch.int32).to(target.device))
     if name == "keys":
         return coin(batch, 1, 1, keys)
     elements = coin(batch, heads, rows, keys)
@@ -190,6 +205,29 @@ def test_compile_and_vmap(target):
             TypeError,
             r"^ids is .*; it must be an int32 tensor",
         ),
+        (
+            lambda: pantile.Prefix(torch.zeros(3, dtype=torch.int32)),
+            ValueError,
+            r"^prefixes has shape \[3\]; it must be \[2\] or \[1\]",
+        ),
+        (
+            lambda: pantile.Prefix(torch.zeros(2)),
+            TypeError,
+            r"^lengths is .*; it must be an int32 tensor",
+        ),
+        (
+            lambda: pantile.Prefix(torch.zeros(2, dtype=torch.int32)) & torch.ones(37, 45),
+            TypeError,
+            r"^a side of & is .*; it must be a bool tensor, a pantile.BlockMask, a",
+        ),
+        (
+            lambda: (
+                pantile.Prefix(torch.zeros(2, dtype=torch.int32))
+                | pantile.Prefix(torch.zeros(2, dtype=torch.int32))
+            ),
+            ValueError,
+            r"^mask has two masks of the form Prefix; it must have one$",
+        ),
     ],
 )
 def test_refusals(make, error, message):
@@ -198,16 +236,152 @@ def test_refusals(make, error, message):
         pantile.attention(*case.operands, mask=make())
 
 
+@pytest.mark.parametrize(
+    ("make", "forms", "clauses"),
+    [
+        (lambda b, e, d, p: b, "b", 0),
+        (lambda b, e, d, p: b & d, "bd", 0),
+        (lambda b, e, d, p: b | d, "bd", 0x41),
+        (lambda b, e, d, p: d & p | e, "dep", 0xC2),
+        (lambda b, e, d, p: (b | d) & (p | e), "bdep", 0xC963),
+        (lambda b, e, d, p: b | b & d, "b", 0),
+        (lambda b, e, d, p: (b | d) & b, "b", 0),
+    ],
+)
+def test_clauses(make, forms, clauses):
+    """Each is a set of forms, as bits of four; none holds another one."""
+    blocks = pantile.BlockMask(torch.ones(1, 1, dtype=torch.bool))
+    documents = pantile.Documents(torch.ones(3, dtype=torch.int32))
+    prefix = pantile.Prefix(torch.ones(1, dtype=torch.int32))
+    elements = torch.ones(3, 3, dtype=torch.bool)
+    (mask, ids, _, tensor, lengths), (block, found) = compiled_mask(
+        make(blocks, elements, documents, prefix)
+    )
+    assert found == clauses
+    for name, x in zip("edbp", (mask, ids, tensor, lengths), strict=True):
+        assert (x is not None) == (name in forms)
+    assert block == (128 if "b" in forms else 0)
+
+
 def test_numpy_arrays():
     case = dense(Target("cpu", "cpu"), rows=140, keys=140)
     for name in MASKS:
         mask = mask_of(name, case, Target("cpu", "cpu"))
         expected = pantile.attention(*case.operands, mask=mask)
-        if isinstance(mask, pantile.BlockMask):
-            mask = pantile.BlockMask(mask.blocks.numpy(), mask.block)
-        elif isinstance(mask, pantile.Documents):
-            mask = pantile.Documents(mask.ids.numpy(), mask.key_ids.numpy())
-        else:
-            mask = mask.numpy()
-        o = pantile.attention(*(x.numpy() for x in case.operands), mask=mask)
+        o = pantile.attention(*(x.numpy() for x in case.operands), mask=as_numpy(mask))
         assert torch.equal(torch.from_numpy(o), expected)
+
+
+def as_numpy(mask):
+    if isinstance(mask, CombinedMask):
+        left, right = as_numpy(mask.left), as_numpy(mask.right)
+        return left & right if mask.operator == "&" else left | right
+    if isinstance(mask, pantile.BlockMask):
+        return pantile.BlockMask(mask.blocks.numpy(), mask.block)
+    if isinstance(mask, pantile.Documents):
+        return pantile.Documents(mask.ids.numpy(), mask.key_ids.numpy())
+    if isinstance(mask, pantile.Prefix):
+        return pantile.Prefix(mask.lengths.numpy())
+    return mask.numpy()
+
+
+# ---- on a GPU: more tiles than multiprocessors, so that blocks claim tiles one after the other
+
+
+def holes(case, target: Target) -> pantile.BlockMask:
+    """Blocks with rows and columns that are empty: at the begin, in the middle and at the end."""
+    rows, keys = (-(-x.shape[1] // 128) for x in (case.q, case.k))
+    generator = torch.Generator().manual_seed(4)
+    blocks = torch.rand(case.q.shape[2], rows, keys, generator=generator) < 0.4
+    blocks[0, :3] = False
+    blocks[1, -2:] = False
+    blocks[2, rows // 2] = False
+    blocks[3] = False
+    blocks[:, :, 5] = False
+    blocks[4:, :, -1] = False
+    return pantile.BlockMask(blocks.to(target.device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [{}, {"causal": True}, {"window": (700, 100)}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", ["holes", "documents", "elements", "documents or prefix"])
+def test_many_tiles(name, dims, window):
+    target = Target("hopper", "cuda")
+    sizes = {"rows": 2305, "keys": 2177, "heads": 16, "heads_k": 4}
+    case = dense(target, torch.bfloat16, 3, **sizes, head_dim=dims[0], head_dim_v=dims[1], **window)
+    given = {"mask": holes(case, target) if name == "holes" else mask_of(name, case, target)}
+    serves(case, target, given, True)
+    assert_right(case, target, given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MASKS)
+def test_many_packed_tiles(name):
+    """A long sequence among short ones, some without queries or keys."""
+    target = Target("hopper", "cuda")
+    pairs = [(4097, 4097), *[(0, 5), (1, 0), (129, 700), (700, 129), (64, 64), (333, 1000)] * 4]
+    case = packed(target, *(list(x) for x in zip(*pairs, strict=True)), torch.bfloat16, causal=True)
+    given = {"mask": mask_of(name, case, target)}
+    serves(case, target, given, True)
+    assert_right(case, target, given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "names", [("softcap",), ("alibi",), ("dropout",), ("sinks",), ("bias",)], ids="+".join
+)
+@pytest.mark.parametrize("name", ["holes", "documents", "elements"])
+def test_many_tiles_with_variants(name, names):
+    """Rows without keys among them: with a sink their LSE is the sink's."""
+    target = Target("hopper", "cuda")
+    sizes = {"rows": 1700, "keys": 1700, "heads": 8, "heads_k": 2, "head_dim": 128}
+    case = dense(target, torch.bfloat16, 4, **sizes, causal=True)
+    given = {"mask": holes(case, target) if name == "holes" else mask_of(name, case, target)}
+    given |= arguments_of(names, case, target)
+    serves(case, target, given, True)
+    assert_right(case, target, given)
+
+
+@pytest.mark.gpu
+@pytest.mark.undisturbed
+def test_lengths_and_values_compile_nothing_again():
+    """Neither torch.compile nor NVRTC: the capture of a graph would fail where a kernel is new."""
+    target = Target("hopper", "cuda")
+
+    def call(q, k, v, ids):
+        return pantile.attention(q, k, v, causal=True, mask=pantile.Documents(ids))
+
+    def inputs(length):
+        case = dense(target, torch.bfloat16, 1, length, length, head_dim=128)
+        return *case.operands, torch.arange(length, device="cuda", dtype=torch.int32) // 100
+
+    serves(dense(target, torch.bfloat16), target, {}, False)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=counter, dynamic=True)
+    for length in (300, 500, 1031, 129):
+        given = inputs(length)
+        torch.testing.assert_close(compiled(*given), call(*given), rtol=0, atol=0)
+    assert counter.frame_count == 1
+    given = inputs(700)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = call(*given)
+    for ids in (given[3].clone(), given[3] // 3, given[3].flip(0)):
+        given[3].copy_(ids)
+        graph.replay()
+        torch.testing.assert_close(o, call(*given), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_autocast():
+    target = Target("hopper", "cuda")
+    case = dense(target, torch.float32, rows=300, keys=300, head_dim=64)
+    mask = mask_of("blocks", case, target)
+    half = [x.to(torch.bfloat16) for x in case.operands]
+    serves(dense(target, torch.bfloat16, rows=300, keys=300), target, {"mask": mask}, False)
+    with torch.autocast("cuda", torch.bfloat16):
+        o = pantile.attention(*case.operands, mask=mask, options=target.options)
+    assert torch.equal(o, pantile.attention(*half, mask=mask, options=target.options))

@@ -207,7 +207,8 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
     if (tile.index < plan.visit.begin || tile.index >= plan.visit.end) {
       continue;
     }
-    const Sight sight = sight_of(job.variant.mask, block.batch, tile.head, tile.rows, keys);
+    const Sight sight =
+        sight_of(job.variant.mask, {block.batch, tile.head, block.mask.shift()}, tile.rows, keys);
     if (sight == Sight::none) {
       continue;
     }

@@ -145,8 +145,8 @@ class VariantChange {
       random_ = random_bytes<false>(job.variant, batch, tile.head, tile.rows, keys, scratch.random);
     }
     if (masked) {
-      shown_bytes<false>(job.variant.mask, batch, tile.head, tile.rows, subtile.keys, kBackwardKeys,
-                         scratch.shown);
+      shown_bytes<false>(job.variant.mask, {batch, tile.head, mask.shift()}, tile.rows,
+                         subtile.keys, kBackwardKeys, scratch.shown);
     }
   }
 

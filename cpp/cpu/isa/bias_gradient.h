@@ -102,7 +102,7 @@ inline void add_head(const BackwardJob& job, const BiasTile& bias, int batch, in
     const Span rows{t * kBackwardRows, core::min_of((t + 1) * kBackwardRows, mask.rows)};
     const Subtile subtile{0, keys, core::ceil_div(keys.size(), kLanes),
                           t >= plan.full.begin && t < plan.full.end};
-    const Sight sight = sight_of(job.variant.mask, batch, head, rows, keys);
+    const Sight sight = sight_of(job.variant.mask, {batch, head, mask.shift()}, rows, keys);
     if (sight == Sight::none) {
       continue;
     }

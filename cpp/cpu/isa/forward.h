@@ -208,8 +208,8 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
     hide_scores(block.mask, tile, seen.keys, scratch.scores);
   }
   if (seen.masked) {
-    shown_bytes<true>(job.variant.mask, block.batch, block.head, tile.rows, seen.keys, kForwardRows,
-                      scratch.shown);
+    shown_bytes<true>(job.variant.mask, {block.batch, block.head, block.mask.shift()}, tile.rows,
+                      seen.keys, kForwardRows, scratch.shown);
     hide_unshown(scratch.shown, seen.keys.size(), tile.vectors, scratch.scores);
   }
   pad_scores(seen.keys.size(), scratch.scores);
@@ -342,8 +342,8 @@ inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
         continue;
       }
       SeenKeys seen_by_tile = seen_keys(tile, keys.begin, nullptr);
-      const Sight sight =
-          sight_of(job.variant.mask, block.batch, block.head, tile.rows, seen_by_tile.keys);
+      const Sight sight = sight_of(job.variant.mask, {block.batch, block.head, block.mask.shift()},
+                                   tile.rows, seen_by_tile.keys);
       if (sight == Sight::none) {
         continue;
       }

@@ -1,4 +1,4 @@
-// The mask that a variant adds to the window (MaskForm of pantile/variant.h): what a tile of
+// The mask that a variant adds to the window (pantile/variant.h): what a tile of
 // queries sees of a tile of keys, and the bytes of those that it sees in part.
 #pragma once
 
@@ -10,8 +10,34 @@ namespace {
 
 enum class Sight { none, some, all };
 
-PANTILE_INLINE const std::uint8_t* mask_row(const MaskJob& mask, int batch, int head, int row) {
-  return mask.bytes + batch * mask.batch + head * mask.head + row * mask.query;
+// What a mask is asked about: a sequence and a head of queries.
+struct MaskPlace {
+  int batch, head;
+  int shift;  // keys less queries of the sequence
+};
+
+PANTILE_INLINE const std::uint8_t* mask_row(const std::uint8_t* bytes, const MaskLayout& layout,
+                                            const MaskPlace& at, int row) {
+  return bytes + at.batch * layout.batch + at.head * layout.head + row * layout.query;
+}
+
+// Keys that a query sees of a prefix mask: those of the prefix, and those up to its own position.
+PANTILE_INLINE int prefix_end(const MaskJob& mask, const MaskPlace& at, int row) {
+  return core::max_of(mask.prefixes[at.batch * mask.batch_prefixes], row + at.shift + 1);
+}
+
+constexpr std::uint32_t kClause = (1u << kMaskForms) - 1;
+
+// Whether all forms of a clause show the pair.
+inline bool clause_shows(const MaskJob& mask, std::uint32_t clause, const MaskPlace& at, int row,
+                         int key) {
+  return ((clause & kMaskBlocks) == 0 ||
+          mask_row(mask.blocks, mask.block_layout, at, row / mask.block)[key / mask.block] != 0) &&
+         ((clause & kMaskElements) == 0 ||
+          mask_row(mask.elements, mask.element_layout, at, row)[key] != 0) &&
+         ((clause & kMaskDocuments) == 0 || mask.query_ids[at.batch * mask.batch_queries + row] ==
+                                                mask.key_ids[at.batch * mask.batch_keys + key]) &&
+         ((clause & kMaskPrefix) == 0 || key < prefix_end(mask, at, row));
 }
 
 // Calls visit(i, j, count, machine) for up to kSlotLanes pairs of a row at a time, whose result 0
@@ -44,17 +70,15 @@ inline bool shows_by_expression(const MaskJob& mask, int batch, int head, int ro
 }
 
 // Whether the pair is shown.
-inline bool shows(const MaskJob& mask, int batch, int head, int row, int key) {
-  switch (mask.form) {
-    case MaskForm::blocks:
-      return mask_row(mask, batch, head, row / mask.block)[key / mask.block] != 0;
-    case MaskForm::elements: return mask_row(mask, batch, head, row)[key] != 0;
-    case MaskForm::documents:
-      return mask.query_ids[batch * mask.batch + row] ==
-             mask.key_ids[batch * mask.batch_keys + key];
-    case MaskForm::expression: return shows_by_expression(mask, batch, head, row, key);
-    default: return true;
+inline bool shows(const MaskJob& mask, const MaskPlace& at, int row, int key) {
+  if (mask.has_expression) {
+    return shows_by_expression(mask, at.batch, at.head, row, key);
   }
+  bool shown = mask.clauses == 0;
+  for (std::uint32_t rest = mask.clauses; rest != 0 && !shown; rest >>= kMaskForms) {
+    shown = clause_shows(mask, rest & kClause, at, row, key);
+  }
+  return shown;
 }
 
 struct Seen {
@@ -64,25 +88,30 @@ struct Seen {
     any = any || shown;
     all = all && shown;
   }
+  // Of what both show; `any` of it may be none in truth.
+  PANTILE_INLINE void keep(const Seen& other) {
+    any = any && other.any;
+    all = all && other.all;
+  }
   Sight sight() const { return all ? Sight::all : any ? Sight::some : Sight::none; }
 };
 
-inline Sight sight_of_blocks(const MaskJob& mask, int batch, int head, Span rows, Span keys) {
+inline Seen see_blocks(const MaskJob& mask, const MaskPlace& at, Span rows, Span keys) {
   Seen seen;
   for (int r = rows.begin / mask.block; r <= (rows.end - 1) / mask.block; ++r) {
-    const std::uint8_t* row = mask_row(mask, batch, head, r);
+    const std::uint8_t* row = mask_row(mask.blocks, mask.block_layout, at, r);
     for (int k = keys.begin / mask.block; k <= (keys.end - 1) / mask.block; ++k) {
       seen.add(row[k] != 0);
     }
   }
-  return seen.sight();
+  return seen;
 }
 
-inline Sight sight_of_elements(const MaskJob& mask, int batch, int head, Span rows, Span keys) {
+inline Seen see_elements(const MaskJob& mask, const MaskPlace& at, Span rows, Span keys) {
   Seen seen;
-  const int last = mask.query == 0 ? rows.begin + 1 : rows.end;  // rows share theirs
+  const int last = mask.element_layout.query == 0 ? rows.begin + 1 : rows.end;  // rows share theirs
   for (int r = rows.begin; r < last; ++r) {
-    const std::uint8_t* row = mask_row(mask, batch, head, r);
+    const std::uint8_t* row = mask_row(mask.elements, mask.element_layout, at, r);
     std::uint8_t any = 0;
     std::uint8_t hidden = 0;
     for (int k = keys.begin; k < keys.end; ++k) {
@@ -92,7 +121,7 @@ inline Sight sight_of_elements(const MaskJob& mask, int batch, int head, Span ro
     seen.any = seen.any || any != 0;
     seen.all = seen.all && hidden == 0;
   }
-  return seen.sight();
+  return seen;
 }
 
 // Smallest and largest of some ids.
@@ -109,13 +138,16 @@ inline IdRange id_range(const std::int32_t* ids, Span span) {
 }
 
 // Ids may come in any order: ranges that overlap may still have none in common.
-inline Sight sight_of_documents(const MaskJob& mask, int batch, Span rows, Span keys) {
-  const IdRange q = id_range(mask.query_ids + batch * mask.batch, rows);
-  const IdRange k = id_range(mask.key_ids + batch * mask.batch_keys, keys);
-  if (q.high < k.low || k.high < q.low) {
-    return Sight::none;
-  }
-  return q.low == q.high && k.low == k.high ? Sight::all : Sight::some;
+inline Seen see_documents(const MaskJob& mask, const MaskPlace& at, Span rows, Span keys) {
+  const IdRange q = id_range(mask.query_ids + at.batch * mask.batch_queries, rows);
+  const IdRange k = id_range(mask.key_ids + at.batch * mask.batch_keys, keys);
+  return Seen{q.high >= k.low && k.high >= q.low,
+              q.low == q.high && k.low == k.high && q.low == k.low};
+}
+
+inline Seen see_prefix(const MaskJob& mask, const MaskPlace& at, Span rows, Span keys) {
+  return Seen{keys.begin < prefix_end(mask, at, rows.end - 1),
+              keys.end <= prefix_end(mask, at, rows.begin)};
 }
 
 inline Sight sight_of_expression(const MaskJob& mask, int batch, int head, Span rows, Span keys) {
@@ -130,23 +162,38 @@ inline Sight sight_of_expression(const MaskJob& mask, int batch, int head, Span 
 }
 
 // Of rows and keys that are not empty.
-inline Sight sight_of(const MaskJob& mask, int batch, int head, Span rows, Span keys) {
-  switch (mask.form) {
-    case MaskForm::blocks: return sight_of_blocks(mask, batch, head, rows, keys);
-    case MaskForm::elements: return sight_of_elements(mask, batch, head, rows, keys);
-    case MaskForm::documents: return sight_of_documents(mask, batch, rows, keys);
-    case MaskForm::expression: return sight_of_expression(mask, batch, head, rows, keys);
-    default: return Sight::all;
+inline Sight sight_of(const MaskJob& mask, const MaskPlace& at, Span rows, Span keys) {
+  if (mask.has_expression) {
+    return sight_of_expression(mask, at.batch, at.head, rows, keys);
   }
+  Seen seen{mask.clauses == 0, mask.clauses == 0};
+  for (std::uint32_t rest = mask.clauses; rest != 0; rest >>= kMaskForms) {
+    Seen clause{true, true};
+    if ((rest & kMaskBlocks) != 0) {
+      clause.keep(see_blocks(mask, at, rows, keys));
+    }
+    if ((rest & kMaskDocuments) != 0) {
+      clause.keep(see_documents(mask, at, rows, keys));
+    }
+    if ((rest & kMaskPrefix) != 0) {
+      clause.keep(see_prefix(mask, at, rows, keys));
+    }
+    if ((rest & kMaskElements) != 0 && clause.any) {
+      clause.keep(see_elements(mask, at, rows, keys));
+    }
+    seen.any = seen.any || clause.any;
+    seen.all = seen.all || clause.all;
+  }
+  return seen.sight();
 }
 
 // One byte for each pair of a tile, not 0 where it is shown: to[i * ld + j], j along the lanes.
 // kByKeys: those are queries.
 template <bool kByKeys>
-inline void shown_bytes(const MaskJob& mask, int batch, int head, Span rows, Span keys, int ld,
+inline void shown_bytes(const MaskJob& mask, const MaskPlace& at, Span rows, Span keys, int ld,
                         std::uint8_t* to) {
-  if (mask.form == MaskForm::expression) {
-    evaluate_mask(mask, batch, head, rows, keys,
+  if (mask.has_expression) {
+    evaluate_mask(mask, at.batch, at.head, rows, keys,
                   [&](int row, int key, int count, const Machine& machine) {
                     const int i = row - rows.begin;
                     for (int lane = 0; lane < count; ++lane) {
@@ -159,7 +206,7 @@ inline void shown_bytes(const MaskJob& mask, int batch, int head, Span rows, Spa
   }
   for (int i = 0; i < rows.size(); ++i) {
     for (int j = 0; j < keys.size(); ++j) {
-      const bool shown = shows(mask, batch, head, rows.begin + i, keys.begin + j);
+      const bool shown = shows(mask, at, rows.begin + i, keys.begin + j);
       to[kByKeys ? j * ld + i : i * ld + j] = shown ? 1 : 0;
     }
   }
@@ -188,7 +235,8 @@ struct VisiblePairs {
   const MaskJob& mask;
   int batch, head;
   bool operator()(int row, int key) const {
-    return core::is_visible(window, row, key) && shows(mask, batch, head, row, key);
+    return core::is_visible(window, row, key) &&
+           shows(mask, MaskPlace{batch, head, window.shift()}, row, key);
   }
 };
 

@@ -48,18 +48,19 @@ constexpr void of_fp8(Format& fp8, F&& f) {
 }
 
 template <class L, class F>
-constexpr void of_mask(L& mask, F&& f) {
+constexpr void of_mask(const char* owner, L& mask, F&& f) {
   auto& [batch, head, query] = mask;
-  f("mask", "batch", batch, Feature::none);
-  f("mask", "head", head, Feature::none);
-  f("mask", "query", query, Feature::none);
+  f(owner, "batch", batch, Feature::none);
+  f(owner, "head", head, Feature::none);
+  f(owner, "query", query, Feature::none);
 }
 
 template <class V, class F>
 constexpr void of_variant(V& variant, F&& f) {
   auto& [softcap, has_alibi, alibi_by_batch, has_sinks, has_bias, bias_dtype, bias, dropout,
          batch_offset, head_offset, query_offset, key_offset, has_block_mask, has_element_mask,
-         has_documents, mask_block_size, mask, mask_keys, score, mask_expression] = variant;
+         has_documents, has_prefix, mask_block_size, block_mask, mask, mask_queries, mask_keys,
+         mask_prefixes, mask_clauses, score, mask_expression] = variant;
   auto& [batch, head, query, base_align_bytes] = bias;
   f("variant", "softcap", softcap, Feature::softcap);
   f("variant", "has_alibi", has_alibi, Feature::alibi);
@@ -79,9 +80,14 @@ constexpr void of_variant(V& variant, F&& f) {
   f("variant", "has_block_mask", has_block_mask, Feature::block_mask);
   f("variant", "has_element_mask", has_element_mask, Feature::element_mask);
   f("variant", "has_documents", has_documents, Feature::documents);
+  f("variant", "has_prefix", has_prefix, Feature::prefix);
   f("variant", "mask_block_size", mask_block_size, Feature::none);
-  of_mask(mask, f);
+  of_mask("block_mask", block_mask, f);
+  of_mask("mask", mask, f);
+  f("variant", "mask_queries", mask_queries, Feature::none);
   f("variant", "mask_keys", mask_keys, Feature::none);
+  f("variant", "mask_prefixes", mask_prefixes, Feature::none);
+  f("variant", "mask_clauses", mask_clauses, Feature::none);
   f("variant", "score", score, Feature::score);
   f("variant", "mask_expression", mask_expression, Feature::mask_expression);
 }

@@ -42,6 +42,7 @@ enum class Feature : std::uint8_t {
   block_mask,
   element_mask,
   documents,
+  prefix,
   score,
   mask_expression,
   grad_captured,

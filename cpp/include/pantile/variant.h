@@ -29,17 +29,28 @@ struct BiasLayout {
   int base_align_bytes = 16;  // a power of two that divides the address
 };
 
-// A mask beside the window: a pair is visible when both show it.
+// A mask beside the window: a pair is visible when both show it. It has up to four forms, each at
+// most once:
 //   blocks     one byte for block_size queries x block_size keys, not 0: visible.
 //              [batch, heads_q, ceil(seqlen_q / block_size), ceil(seqlen_k / block_size)]
 //   elements   one byte for each pair, not 0: visible. [batch, heads_q, seqlen_q, seqlen_k]
 //   documents  ids, int32, of queries [batch, seqlen_q] and of keys [batch, seqlen_k]: visible
 //              where they are equal, in any order
-//   expression a condition of the user (expression.h)
-enum class MaskForm : std::uint8_t { none = 0, blocks, elements, documents, expression };
+//   prefix     int32 [batch]: all queries see so many keys, and of those behind the ones up to
+//              their own position, j <= i + Sk - Sq
+// They are combined as clauses: a pair is visible where all forms of some clause show it. In their
+// place there may be a condition of the user (expression.h).
+enum MaskForm : std::uint32_t {
+  kMaskBlocks = 1,
+  kMaskElements = 2,
+  kMaskDocuments = 4,
+  kMaskPrefix = 8,
+};
+inline constexpr int kMaskForms = 4;
+inline constexpr int kMostMaskClauses = 6;  // none of which holds another one
 
 // Distances in elements; 0 along an axis that shares the mask. `query` is between rows of blocks or
-// of bytes; documents have neither it nor heads. Keys are contiguous.
+// of bytes. Keys are contiguous.
 struct MaskLayout {
   std::int64_t batch = 0;
   std::int64_t head = 0;
@@ -84,24 +95,33 @@ struct Variant {
   std::int64_t query_offset = 0;
   std::int64_t key_offset = 0;
 
-  // Each form has a flag, and at most one is set.
+  // The forms of the mask.
   bool has_block_mask = false;
   bool has_element_mask = false;
   bool has_documents = false;
-  int mask_block_size = 0;     // of blocks: 64 or 128; else 0
-  MaskLayout mask;             // of blocks, of bytes, or of the ids of queries
-  std::int64_t mask_keys = 0;  // documents: between the ids of keys of two sequences
+  bool has_prefix = false;
+  int mask_block_size = 0;  // of blocks: 64 or 128; else 0
+  MaskLayout block_mask;
+  MaskLayout mask;                 // of elements
+  std::int64_t mask_queries = 0;   // these two: between the ids, of queries and of keys, of two
+  std::int64_t mask_keys = 0;      // sequences
+  std::int64_t mask_prefixes = 0;  // between the prefixes of two sequences: 0 or 1
+  // Clauses of kMaskForms bits each, from the lowest, 0 behind the last; 0: one of all forms.
+  std::uint32_t mask_clauses = 0;
 
   Expression score = Expression::none;
   Expression mask_expression = Expression::none;
 };
 
-constexpr MaskForm mask_form(const Variant& variant) {
-  return variant.has_block_mask                        ? MaskForm::blocks
-         : variant.has_element_mask                    ? MaskForm::elements
-         : variant.has_documents                       ? MaskForm::documents
-         : variant.mask_expression != Expression::none ? MaskForm::expression
-                                                       : MaskForm::none;
+constexpr std::uint32_t mask_forms(const Variant& variant) {
+  return (variant.has_block_mask ? kMaskBlocks : 0u) |
+         (variant.has_element_mask ? kMaskElements : 0u) |
+         (variant.has_documents ? kMaskDocuments : 0u) | (variant.has_prefix ? kMaskPrefix : 0u);
+}
+
+// Never 0 where there is a mask.
+constexpr std::uint32_t mask_clauses(const Variant& variant) {
+  return variant.mask_clauses != 0 ? variant.mask_clauses : mask_forms(variant);
 }
 
 struct VariantTensors {
@@ -109,10 +129,12 @@ struct VariantTensors {
   const float* sinks = nullptr;         // null unless has_sinks
   const void* bias = nullptr;           // null unless has_bias
   const std::int64_t* dropout_seed =
-      nullptr;                              // {seed, offset}, on the device; null without dropout
-  const std::uint8_t* mask = nullptr;       // of blocks or elements; null without them
-  const std::int32_t* query_ids = nullptr;  // null unless has_documents
-  const std::int32_t* key_ids = nullptr;    // null unless has_documents
+      nullptr;                               // {seed, offset}, on the device; null without dropout
+  const std::uint8_t* block_mask = nullptr;  // null unless has_block_mask
+  const std::uint8_t* mask = nullptr;        // of elements; null unless has_element_mask
+  const std::int32_t* query_ids = nullptr;   // null unless has_documents
+  const std::int32_t* key_ids = nullptr;     // null unless has_documents
+  const std::int32_t* prefixes = nullptr;    // null unless has_prefix
   // Of the expressions, as many as they capture; null without any.
   const CapturedTensor* score_captured = nullptr;
   const CapturedTensor* mask_captured = nullptr;

@@ -43,6 +43,13 @@ constexpr int backward_tile_k(int head_dim) {
   return head_dim <= 128 ? 128 : 64;
 }
 
+// Whether score i of a thread is exponentiated by polynomial, not by the special-function unit. At
+// head dim 64 that unit holds 64 results of a thread in flight, and with integer sums ptxas spills
+// unless two of them go the other way. More of them cost speed: 5-9 % for a quarter.
+constexpr bool is_by_polynomial(int head_dim, SumKind sum, int i) {
+  return head_dim == 64 && sum == SumKind::integer && i % 32 == 31;
+}
+
 template <DType kDTypeOf, int kHeadDimOf, int kHeadDimVOf>
 struct PairedConfig {
   static constexpr DType kDType = kDTypeOf;

@@ -20,6 +20,7 @@
 // keeping it as a register operand makes ptxas serialise the products (advisory C7512).
 #pragma once
 
+#include "hopper/backward/clean_keys.cuh"
 #include "hopper/backward/load.cuh"
 #include "hopper/backward/paired_steps.cuh"
 #include "hopper/backward/storage.cuh"
@@ -46,6 +47,7 @@ class PairedConsumer {
     WorkReader work(on_.storage().work);
     while (const KeyTile* key_tile = work.next()) {
       const int steps = on_.begin(*key_tile);
+      hides_keys_ = Walk::kListed && key_tile->masked_before != 0;
       if (steps > 0) {
         if constexpr (Steps::kRowSplit) {
           run_query_grads_late<true>(steps);  // always careful: two loops would spill
@@ -71,8 +73,10 @@ class PairedConsumer {
   template <bool kCareful>
   PANTILE_DEVICE void run_values_early(int steps) {
     on_.wait_keys();
+    clean(on_.storage().k);
     on_.issue_S();
     on_.wait_values();
+    clean(on_.storage().v);
     on_.issue_dP();
     on_.fetch();
     on_.template take_S<1>();
@@ -212,6 +216,17 @@ class PairedConsumer {
     dS_read_.advance();
   }
 
+  // The warpgroup's keys. The other one reads them after it has met with this one.
+  template <class Tile>
+  PANTILE_DEVICE void clean(Tile& tile) {
+    if constexpr (Walk::kListed) {
+      if (hides_keys_) {
+        zero_nonfinite_rows<Config::kDType, 64>(tile, on_.warpgroup() * 64);
+        sync_warpgroup();
+      }
+    }
+  }
+
   PANTILE_DEVICE void sync_consumers() {
     prim::barrier_sync(kScoreGradsWritten, Config::kConsumers * kWarpgroup);
   }
@@ -241,6 +256,7 @@ class PairedConsumer {
   Steps on_;
   Ring<2>& dS_ring_;  // head dim 64 only, as are the two cursors
   StageCursor<2> dS_write_, dS_read_;
+  bool hides_keys_ = false;  // lists only
 };
 
 // The kernel, whose parameters are the launch's. Walk: see walk.cuh.

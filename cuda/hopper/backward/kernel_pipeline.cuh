@@ -22,6 +22,7 @@
 #pragma once
 
 #include "hopper/backward/accumulator.cuh"
+#include "hopper/backward/clean_keys.cuh"
 #include "hopper/backward/fragment.cuh"
 #include "hopper/backward/load.cuh"
 #include "hopper/backward/query_gradients.cuh"
@@ -80,6 +81,12 @@ class Probabilities {
     if (steps > 0) {
       prim::wait(storage_.key.full[0], keys_.parity);
       keys_.advance();
+      if constexpr (Walk::kListed) {
+        if (masked_before_ != 0) {
+          zero_nonfinite_rows<Config::kDType, Config::kTileK>(storage_.k, 0);
+          prim::barrier_sync(kKeysCleaned, kWarpgroup);
+        }
+      }
       issue_S();
       fetch();
       prim::wgmma_wait<0>();
@@ -147,11 +154,8 @@ class Probabilities {
       release(storage_.query.empty[cursor_.stage]);
     } else {
       if constexpr (kHooks.adds()) {
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          S_[i] *= params_.scale_log2;
-        }
-        variant_.add_terms(variant_params_, place_of<Config>(*key_tile_, tile_, 0), S_);
+        added_logits(S_, params_.scale_log2, variant_, variant_params_,
+                     place_of<Config>(*key_tile_, tile_, 0));
       }
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
@@ -190,10 +194,7 @@ class Probabilities {
   PANTILE_DEVICE void pack_P() {
     pack_fragment<Config::kDType>(packed_P_, S_);
     if constexpr (kHooks.dropout) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        variant_.drop(packed_P_[k], k);
-      }
+      variant_.drop(packed_P_);
     }
   }
 

@@ -6,7 +6,6 @@
 #include "hopper/backward/fragment.cuh"
 #include "hopper/backward/params.cuh"
 #include "hopper/backward/storage.cuh"
-#include "hopper/backward/store_keys.cuh"
 #include "hopper/backward/sum.cuh"
 #include "hopper/backward/variant_steps.cuh"
 #include "hopper/backward/walk.cuh"
@@ -194,16 +193,13 @@ class PairedSteps {
       pack_fragment<kDType>(P_, P);
     } else {
       if constexpr (kHooks.adds()) {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-          S_[i] *= params_.scale_log2;
-        }
-        variant_.add_terms(variant_params_, place(), S_);
+        added_logits(S_, params_.scale_log2, variant_, variant_params_, place());
       }
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
         const float x = kHooks.adds() ? S_[i] : S_[i] * params_.scale_log2;
-        S_[i] = by_polynomial(i) ? prim::exp2_polynomial(x) : prim::exp2_approx(x);
+        S_[i] = is_by_polynomial(Config::kHeadDim, kSum, i) ? prim::exp2_polynomial(x)
+                                                            : prim::exp2_approx(x);
       }
     }
   }
@@ -214,10 +210,7 @@ class PairedSteps {
       pack_fragment<kDType>(P_, S_);
     }
     if constexpr (kHooks.dropout) {
-#pragma unroll
-      for (int k = 0; k < kSlices; ++k) {
-        variant_.drop(P_[k], k);
-      }
+      variant_.drop(P_);
     }
   }
 
@@ -292,9 +285,7 @@ class PairedSteps {
   PANTILE_DEVICE void release_keys() { release(storage_.key.empty[0]); }
   PANTILE_DEVICE void release_values() { release(storage_.value.empty[0]); }
   PANTILE_DEVICE void release_query(int stage) { release(storage_.query.empty[stage]); }
-  PANTILE_DEVICE void release_grad() {
-    release(storage_.grad.empty[grad_stage()]);
-  }  // of the tile at work
+  PANTILE_DEVICE void release_grad() { release(storage_.grad.empty[grad_stage()]); }  // at work
 
   // For what ordinary code has written or read: all lanes first.
   PANTILE_DEVICE void arrive_warp(prim::Mbarrier& barrier) {
@@ -351,7 +342,24 @@ class PairedSteps {
   }
 
   PANTILE_DEVICE void store(const KeyTile& key_tile) {
-    store_keys<Config, kHooks.dropout>(params_, variant_params_, key_tile, warpgroup_, dK_, dV_);
+    const bool packed = params_.keys.cu_seqlens != nullptr;
+    const int key = key_tile.tile * Config::kTileK + warpgroup_ * 64;
+    const int first_key = key_tile.first_key;
+    const int keys = key_tile.mask.keys;
+    store_fragment<kDType>(
+        gradient_rows(params_.grad_v, params_.grad_v_layout, key_tile, packed, first_key),
+        params_.grad_v_layout.seq, dV_, kHooks.dropout ? variant_params_.keep_scale : 1.0f, key,
+        keys, params_.head_dim_v);
+    store_fragment<kDType>(
+        gradient_rows(params_.grad_k, params_.grad_k_layout, key_tile, packed, first_key),
+        params_.grad_k_layout.seq, dK_,
+        kHooks.dropout ? variant_params_.keep_scale * params_.scale : params_.scale, key, keys,
+        params_.head_dim);
+    const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
+    zero_unattended_keys<Config::kTileK, Config::kConsumers * kWarpgroup>(
+        params_.grad_v, params_.grad_v_layout, params_.head_dim_v, key_tile, packed, thread);
+    zero_unattended_keys<Config::kTileK, Config::kConsumers * kWarpgroup>(
+        params_.grad_k, params_.grad_k_layout, params_.head_dim, key_tile, packed, thread);
   }
 
  private:
@@ -367,15 +375,6 @@ class PairedSteps {
     static_assert(Config::kGradStages == 2);
     return next_grad_.stage ^ 1;
   }
-
-  // Whether score i of a thread is exponentiated by polynomial, not by the special-function unit.
-  // At head dim 64 that unit holds 64 results of a thread in flight, and with integer sums ptxas
-  // spills unless two of them go the other way. More of them cost speed: 5-9 % for a quarter.
-  PANTILE_DEVICE static constexpr bool by_polynomial(int i) {
-    return Config::kHeadDim == 64 && kSum == SumKind::integer && i % 32 == 31;
-  }
-
-  // ---- variant
 
   PANTILE_DEVICE attn::TransposedPlace place() const {
     return place_of<Config>(*key_tile_, tile_, warpgroup_);

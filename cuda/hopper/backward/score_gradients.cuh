@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hopper/backward/accumulator.cuh"
+#include "hopper/backward/clean_keys.cuh"
 #include "hopper/backward/fragment.cuh"
 #include "hopper/backward/storage.cuh"
 #include "hopper/backward/variant_steps.cuh"
@@ -12,6 +13,8 @@
 #include "prim/wgmma.cuh"
 
 namespace pantile::hopper::pipeline {
+
+inline constexpr int kKeysCleaned = 1, kValuesCleaned = 2;  // named barriers; lists only
 
 // Stages 4 and 5.
 template <class Config, attn::GradHooks kHooks, class Walk>
@@ -40,6 +43,7 @@ class ScoreGradients {
     WorkReader work(storage_.work);
     while (const KeyTile* key_tile = work.next()) {
       dK_.clear();
+      hides_keys_ = key_tile->masked_before != 0;
       begin_tile(*key_tile);
       run_tile((Walk::kListed ? 1 : params_.group) * prim::uniform(key_tile->rows.size()));
       dK_.store(params_.grad_k, params_.grad_k_layout, params_.head_dim,
@@ -55,6 +59,12 @@ class ScoreGradients {
     if (steps > 0) {
       prim::wait(storage_.value.full[0], values_.parity);
       values_.advance();
+      if constexpr (Walk::kListed) {
+        if (hides_keys_) {
+          zero_nonfinite_rows<Config::kDType, Config::kTileK>(storage_.v, 0);
+          prim::barrier_sync(kValuesCleaned, kWarpgroup);
+        }
+      }
       issue_dP();
       prim::wgmma_wait<0>();
       multiply_by_P();
@@ -208,6 +218,7 @@ class ScoreGradients {
   const KeyTile* key_tile_ = nullptr;  // these three: where gradients of the variant are wanted
   int tile_ = 0, head_ = 0;            // of rows, and of queries
   Walk walk_;
+  bool hides_keys_ = false;  // lists only
 };
 
 }  // namespace pantile::hopper::pipeline

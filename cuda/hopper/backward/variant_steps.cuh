@@ -32,6 +32,18 @@ PANTILE_DEVICE bool begins_with_cell(const attn::VariantParams& params, const Ke
   return prim::uniform(static_cast<int>((row | key) % 16)) == 0;
 }
 
+// Additive terms: from raw scores, base-2 logits.
+template <int kCount, class Variant>
+PANTILE_DEVICE void added_logits(float (&S)[kCount], float scale_log2, const Variant& variant,
+                                 const attn::VariantParams& params,
+                                 const attn::TransposedPlace& at) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    S[i] *= scale_log2;
+  }
+  variant.add_terms(params, at, S);
+}
+
 // Softcap: from its function in S, the weights and, in S, weights times the slope.
 template <int kCount, class Variant, class Terms>
 PANTILE_DEVICE void capped_weights(float (&P)[kCount], float (&S)[kCount], const Terms& lse,

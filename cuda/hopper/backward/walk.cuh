@@ -61,17 +61,15 @@ class ListRows {
 
   template <class Config, MaskKind kMask>
   PANTILE_DEVICE bool describe(const BackwardParams& params, int claimed, KeyTile& key_tile) const {
-    if (!describe_key_tile<Config, kMask>(params, p_.lists.order[claimed], key_tile)) {
+    const int4 item = reinterpret_cast<const int4*>(p_.lists.order)[claimed];
+    if (!describe_key_tile<Config, kMask>(params, item.x, key_tile)) {
       return false;
     }
     const bool packed = params.keys.cu_seqlens != nullptr;
     key_tile.masked_from = key_tile.tile + (packed ? params.key_tiles.first(key_tile.batch)
                                                    : key_tile.batch * p_.lists.batch_step);
-    int steps = 0;
-    for (int g = 0; g < params.group; ++g) {
-      steps += p_.lists.counts[2 * list_of(key_tile, key_tile.key_head * params.group + g) + 1];
-    }
-    key_tile.rows = core::Span{0, steps};
+    key_tile.masked_before = item.y;
+    key_tile.rows = core::Span{0, item.z};
     return true;
   }
 
@@ -144,7 +142,8 @@ class ListRows {
   }
 
  private:
-  // masked_from: the number of the tile of keys, of a walk that does not need it otherwise.
+  // masked_from: the number of the tile of keys, of a walk that does not need it otherwise; as
+  // masked_before, which is not 0 if some tile is visible in part.
   PANTILE_DEVICE std::int64_t list_of(const KeyTile& key_tile, int head) const {
     return std::int64_t{head * p_.lists.head_step} * p_.lists.tiles + key_tile.masked_from;
   }

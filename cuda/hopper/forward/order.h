@@ -13,7 +13,7 @@ namespace pantile::hopper {
 // otherwise each block takes every blocks-th tile.
 inline bool claims_dynamically(const ForwardProblem& p, MaskKind mask) {
   return mask != MaskKind::full || p.packed_q || p.packed_k || p.has_seqused_q || p.has_seqused_k ||
-         mask_form(p.variant) != MaskForm::none;
+         mask_forms(p.variant) != 0;
 }
 
 // Tiles of one head; packed queries: slots of all sequences (load.cuh, locate_rows).

@@ -99,17 +99,19 @@ class ListWalk {
 
   PANTILE_DEVICE explicit ListWalk(const attn::VariantParams& params) : p_(params) {}
 
-  PANTILE_DEVICE int work(int claimed) const { return p_.lists.order[claimed]; }
+  PANTILE_DEVICE int work(int claimed) {
+    item_ = reinterpret_cast<const int4*>(p_.lists.order)[claimed];
+    return item_.x;
+  }
 
+  // Of the work item asked for last.
   template <int kTileRows, int kTileKeys>
-  PANTILE_DEVICE void locate(const ForwardParams& p, TileInfo& info) {
+  PANTILE_DEVICE void locate(const ForwardParams& p, TileInfo& info) const {
     locate_keys<kTileRows, kTileKeys>(p, info);
-    const std::int64_t list = list_of<kTileRows>(p, info);
-    const std::int32_t* const counts = p_.lists.counts + 2 * list;
     info.visit_begin = info.full_begin = 0;
-    info.full_end = counts[0];
-    info.visit_end = counts[1];
-    const int last = p_.lists.entries[list * p_.lists.capacity + info.visit_end - 1];
+    info.full_end = item_.y;
+    info.visit_end = item_.z;
+    const int last = item_.w;
     if (attn::sight_of_entry(last) == attn::TileSight::hidden) {
       info.keys = 0;  // the mask hides the scores, and the guards clear V
       info.clear_tail = 1;
@@ -178,6 +180,7 @@ class ListWalk {
   const attn::VariantParams& p_;
   const std::int32_t* entries_ = nullptr;  // of the current tile of rows
   std::uint32_t shown_[2];                 // of the step, see Mask::fragment
+  int4 item_;                              // the loader's: see TileLists::order
 };
 
 }  // namespace pantile::hopper

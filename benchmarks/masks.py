@@ -1,0 +1,185 @@
+"""Masks of tiles (blocks at random, patterns, documents, windows as blocks) beside full attention,
+the built-in window and FlexAttention (compiled) with the same mask.
+
+    python benchmarks/masks.py --out benchmarks/results/h200_masks.jsonl
+
+Every contender of a line runs in one process, interleaved. `share`: of all tiles of 128 x 128,
+those that the mask leaves. `over_full`: our time as a share of full attention's. The building of
+our lists is part of every call; FlexAttention's block mask is made before."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+
+import pantile
+import torch
+from pantile.bench import measure
+from torch.nn.attention import flex_attention
+from variants import compiled_flex, contender
+
+SHAPES = ((4, 4096), (1, 16384))  # batch, length
+HIDDEN = 2048
+BLOCK = 128
+WINDOW = 1024
+DOCUMENTS = 8
+CASES = (
+    "all",
+    "random 0.25",
+    "random 0.5",
+    "documents",
+    "documents causal",
+    "prefix",
+    "band",
+    "butterfly",
+    "local + global",
+    "elements",
+)
+
+
+def grid(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    count = length // BLOCK
+    i = torch.arange(count, device="cuda")
+    return i[:, None], i[None, :]
+
+
+def blocks_of(case: str, heads: int, length: int) -> torch.Tensor | None:
+    i, j = grid(length)
+    if case == "all":
+        return torch.ones(len(i), len(i), dtype=torch.bool, device="cuda")
+    if case.startswith("random"):
+        return torch.rand(heads, len(i), len(i), device="cuda") < float(case.split()[1])
+    if case == "band":
+        return (i >= j) & (i - j <= WINDOW // BLOCK)
+    if case == "butterfly":
+        return ((i ^ j) & ((i ^ j) - 1)) == 0
+    if case == "local + global":
+        return ((i - j).abs() <= 1) | (i == 0) | (j == 0)
+    return None
+
+
+def arguments_of(case: str, batch: int, heads: int, length: int):
+    """(arguments of attention, mask_mod of FlexAttention, share of the tiles)."""
+    blocks = blocks_of(case, heads, length)
+    ids = (torch.arange(length, device="cuda") * DOCUMENTS // length).to(torch.int32)
+    whole = {"all": {}, "band": {"causal": True}}.get(case, {})
+    if blocks is not None:
+        by_head = blocks if blocks.ndim == 3 else blocks[None].expand(heads, -1, -1)
+
+        def shows(b, h, i, j):
+            seen = by_head[h, i // BLOCK, j // BLOCK]
+            return seen & (j <= i) if case == "band" else seen
+
+        share = float(blocks.float().mean())
+        return {"mask": pantile.BlockMask(blocks), **whole}, shows, share
+    tiles = length // BLOCK
+    per = tiles // DOCUMENTS
+    if case == "documents":
+        return {"mask": pantile.Documents(ids)}, lambda b, h, i, j: ids[i] == ids[j], 1 / DOCUMENTS
+    if case == "documents causal":
+        share = DOCUMENTS * per * (per + 1) / 2 / tiles**2
+        given = {"mask": pantile.Documents(ids), "causal": True}
+        return given, lambda b, h, i, j: (ids[i] == ids[j]) & (j <= i), share
+    if case == "prefix":
+        lengths = torch.full((batch,), length // 4, dtype=torch.int32, device="cuda")
+        i, j = grid(length)
+        share = float(((j < tiles // 4) | (j <= i)).float().mean())
+        shows = lambda b, h, i, j: (j < length // 4) | (j <= i)  # noqa: E731
+        return {"mask": pantile.Prefix(lengths)}, shows, share
+    mask = ids[:, None] == ids[None, :]
+    return {"mask": mask}, lambda b, h, i, j: mask[i, j], 1 / DOCUMENTS
+
+
+def line_of(case: str, head_dim: int, batch: int, length: int, what: str, flex: bool) -> dict:
+    heads = HIDDEN // head_dim
+    torch.manual_seed(0)
+    *inputs, grad_o = (
+        torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        for _ in range(4)
+    )
+    leaves = tuple(x.requires_grad_(what == "backward") for x in inputs)
+    given, shows, share = arguments_of(case, batch, heads, length)
+    line = {
+        "kind": "timing",
+        "mask": case,
+        "pass": what,
+        "head_dim": head_dim,
+        "batch": batch,
+        "heads": heads,
+        "seqlen": length,
+        "share": round(share, 5),
+    }
+    calls = {
+        "full": lambda: pantile.attention(*leaves),
+        "pantile": lambda: pantile.attention(*leaves, **given),
+    }
+    if case == "band":
+        calls["window"] = lambda: pantile.attention(*leaves, window=(WINDOW, 0))
+    absent, running = {}, []
+    for name, call in calls.items():
+        try:
+            running.append(contender(name, what, call, leaves, grad_o))
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            absent[name] = str(error).splitlines()[0]
+    if flex:
+        swapped = tuple(
+            x.detach().transpose(1, 2).requires_grad_(what == "backward") for x in inputs
+        )
+        torch._dynamo.reset()
+        mask = flex_attention.create_block_mask(
+            shows, None, heads if case.startswith("random") else None, length, length, "cuda"
+        )
+        try:
+            running.append(
+                contender(
+                    "FlexAttention",
+                    what,
+                    lambda: compiled_flex()(*swapped, block_mask=mask),
+                    swapped,
+                    grad_o.transpose(1, 2),
+                )
+            )
+        except Exception as error:  # torch's compiler raises types of its own
+            absent["FlexAttention"] = str(error).splitlines()[0]
+    measure.interleave(running, rounds=5, round_ms=8.0)
+    line["ms"] = {c.name: round(c.median(), 5) for c in running}
+    line["absent"] = absent
+    ms = line["ms"]
+    own = ms.get("pantile")
+    line["over_full"] = own and "full" in ms and round(own / ms["full"], 4)
+    line["over_window"] = own and "window" in ms and round(own / ms["window"], 4)
+    line["ahead_of_flex"] = own and "FlexAttention" in ms and round(ms["FlexAttention"] / own, 3)
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--passes", default="forward,backward")
+    parser.add_argument("--head-dims", default="64,128")
+    parser.add_argument("--no-flex", action="store_true")
+    given = parser.parse_args()
+    lines = [
+        {
+            "kind": "run",
+            "commit": measure.commit(),
+            "commands": [measure.command()],
+            "torch": torch.__version__,
+            "state_before": measure.gpu_state(),
+        }
+    ]
+    for what in given.passes.split(","):
+        for case in given.cases.split(","):
+            for head_dim in map(int, given.head_dims.split(",")):
+                for batch, length in SHAPES:
+                    line = line_of(case, head_dim, batch, length, what, not given.no_flex)
+                    print(json.dumps(line), flush=True)
+                    lines.append(line)
+                    if given.out:
+                        given.out.write_text("".join(json.dumps(x) + "\n" for x in lines))
+
+
+if __name__ == "__main__":
+    main()
