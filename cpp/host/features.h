@@ -38,20 +38,24 @@ constexpr FeatureSet with_variant_gradients(FeatureSet set) {
       .with(Feature::grad_sinks)
       .with(Feature::grad_bias);
 }
-// Keys that lie in ranges, and a shift of the mask: of the CPU's rows.
+// Keys that lie in ranges, and a shift of the mask.
 constexpr FeatureSet with_ranges(FeatureSet set) {
   return set.with(Feature::key_ranges).with(Feature::mask_shift);
 }
 // On a GPU sinks are in every such kernel, and the others are hooks of kernels that are compiled at
 // run time.
 inline constexpr FeatureSet forward_sinks = forward_16bit.with(Feature::sinks);
-inline constexpr FeatureSet forward_hooks = with_variants(forward_16bit);
+inline constexpr FeatureSet forward_hooks =
+    with_ranges(with_variants(forward_16bit)).with(Feature::paged);
 inline constexpr FeatureSet backward_sinks =
     backward_16bit.with(Feature::sinks).with(Feature::grad_sinks);
 inline constexpr FeatureSet backward_hooks = with_variant_gradients(backward_16bit);
 // Ampere has no hook for a bias.
-inline constexpr FeatureSet forward_ampere =
-    forward_sinks.with(Feature::softcap).with(Feature::alibi).with(Feature::dropout);
+inline constexpr FeatureSet forward_ampere = with_ranges(forward_sinks)
+                                                 .with(Feature::softcap)
+                                                 .with(Feature::alibi)
+                                                 .with(Feature::dropout)
+                                                 .with(Feature::paged);
 inline constexpr FeatureSet backward_ampere = backward_sinks.with(Feature::softcap)
                                                   .with(Feature::alibi)
                                                   .with(Feature::dropout)

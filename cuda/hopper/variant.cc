@@ -74,7 +74,13 @@ std::string forward_type(const KernelInfo& row, const VariantHooks& hooks) {
   if (hooks.dropout) {
     add("attn::Dropout<kTileK>");
   }
-  return type;
+  return type.empty() ? "attn::NoVariant" : type;
+}
+
+// The value of a KeySource.
+std::string source_of(const VariantHooks& hooks) {
+  return std::string("KeySource{") + text_of(hooks.keys == KeyPlace::ranges) + ", " +
+         text_of(hooks.keys == KeyPlace::pages) + ", " + text_of(hooks.shift) + "}";
 }
 
 // The value of an attn::GradHooks.
@@ -120,6 +126,10 @@ VariantHooks variant_hooks(const ForwardProblem& problem) {
   hooks.alibi = variant.has_alibi;
   hooks.bias = bias_form(problem);
   hooks.dropout = variant.dropout > 0;
+  hooks.keys = problem.page_size > 0 ? KeyPlace::pages
+               : problem.has_k_begin ? KeyPlace::ranges
+                                     : KeyPlace::rows;
+  hooks.shift = problem.has_mask_shift;
   return hooks;
 }
 
@@ -134,9 +144,15 @@ std::string variant_name(const VariantHooks& hooks) {
   const struct {
     bool on;
     const char* name;
-  } parts[] = {{hooks.softcap, "softcap"},       {hooks.bias != BiasForm::none, "bias"},
-               {hooks.alibi, "alibi"},           {hooks.dropout, "dropout"},
-               {hooks.grad_alibi, "grad_alibi"}, {hooks.grad_bias, "grad_bias"}};
+  } parts[] = {{hooks.softcap, "softcap"},
+               {hooks.bias != BiasForm::none, "bias"},
+               {hooks.alibi, "alibi"},
+               {hooks.dropout, "dropout"},
+               {hooks.grad_alibi, "grad_alibi"},
+               {hooks.grad_bias, "grad_bias"},
+               {hooks.keys == KeyPlace::ranges, "k_begin"},
+               {hooks.keys == KeyPlace::pages, "block_table"},
+               {hooks.shift, "mask_shift"}};
   std::string name;
   for (const auto& part : parts) {
     if (part.on) {
@@ -204,18 +220,19 @@ jit::Request variant_request(const ForwardPlan& plan) {
   const ForwardShapes shapes = forward_shapes(row.head_dim, row.head_dim_v, row.mask);
   const bool main = plan.tile_q == shapes.main.tile_q() && plan.tile_k == shapes.main.tile_k;
   jit::Request request = request_of(row, hooks);
-  request.source =
-      std::string("#include \"hopper/forward/kernel.cuh\"\n") + kOpening +
-      "using Shape = ForwardVariant<" + std::to_string(row.head_dim) + ", " +
-      std::to_string(row.head_dim_v) + ", MaskKind::" + mask_kind_name(row.mask) + ", " +
-      text_of(!main) + ">;\n" + "constexpr DType kDType = DType::" + dtype_name(row.dtype) + ";\n" +
-      "[[maybe_unused]] constexpr int kTileK = Shape::kConfig.tile_k;\n" +
-      "using Variant = " + forward_type(row, hooks) + ";\n" +
-      "extern \"C\" __global__ void __launch_bounds__(Shape::kConfig.threads(), 1)\n" +
-      kVariantEntry + "(const __grid_constant__ ForwardMaps maps,\n" +
-      "    const __grid_constant__ ForwardParams params,\n" +
-      "    const __grid_constant__ attn::VariantParams variant) {\n" +
-      "  forward_body<Shape, kDType, Variant>(maps, params, variant);\n" + "}\n" + kClosing;
+  request.source = std::string("#include \"hopper/forward/kernel.cuh\"\n") + kOpening +
+                   "using Shape = ForwardVariant<" + std::to_string(row.head_dim) + ", " +
+                   std::to_string(row.head_dim_v) + ", MaskKind::" + mask_kind_name(row.mask) +
+                   ", " + text_of(!main) + ">;\n" +
+                   "constexpr DType kDType = DType::" + dtype_name(row.dtype) + ";\n" +
+                   "[[maybe_unused]] constexpr int kTileK = Shape::kConfig.tile_k;\n" +
+                   "using Variant = " + forward_type(row, hooks) + ";\n" +
+                   "extern \"C\" __global__ void __launch_bounds__(Shape::kConfig.threads(), 1)\n" +
+                   kVariantEntry + "(const __grid_constant__ ForwardMaps maps,\n" +
+                   "    const __grid_constant__ ForwardParams params,\n" +
+                   "    const __grid_constant__ attn::VariantParams variant) {\n" +
+                   "  forward_body<Shape, kDType, Variant, " + source_of(hooks) +
+                   ">(maps, params, variant);\n" + "}\n" + kClosing;
   return request;
 }
 

@@ -115,8 +115,8 @@ inline void add_bias_transposed(const VariantJob& variant, int batch, int head, 
 // ---- scores of a tile
 
 // S^T of a tile, queries along the lanes, as the forward has it.
-inline void change_columns(const VariantJob& variant, const core::Mask& mask, int batch, int head,
-                           Span rows, Span keys, int ld, float* scores) {
+inline void change_columns(const VariantJob& variant, const core::ShiftedMask& mask, int batch,
+                           int head, Span rows, Span keys, int ld, float* scores) {
   const int vectors = core::ceil_div(rows.size(), kLanes);
   if (variant.softcap > 0.0f) {
     cap_scores(variant.softcap, keys.size(), vectors, ld, scores, nullptr);
@@ -138,8 +138,8 @@ inline void change_columns(const VariantJob& variant, const core::Mask& mask, in
 }
 
 // S of a tile, keys along the lanes, as the backward has it. `slopes`: derivatives of the softcap.
-inline void change_rows(const VariantJob& variant, const core::Mask& mask, int batch, int head,
-                        Span rows, Span keys, int ld, float* scores, float* slopes) {
+inline void change_rows(const VariantJob& variant, const core::ShiftedMask& mask, int batch,
+                        int head, Span rows, Span keys, int ld, float* scores, float* slopes) {
   const int vectors = core::ceil_div(keys.size(), kLanes);
   if (variant.softcap > 0.0f) {
     cap_scores(variant.softcap, rows.size(), vectors, ld, scores, slopes);

@@ -58,7 +58,7 @@ PANTILE_DEVICE void init_storage(ForwardStorage<kConfig>& s) {
 }
 
 // The kernel, whose parameters are the launch's. Shape: a ForwardVariant.
-template <class Shape, DType kDType, class Variant>
+template <class Shape, DType kDType, class Variant, KeySource kSource = KeySource{}>
 PANTILE_DEVICE void forward_body(const ForwardMaps& maps, const ForwardParams& params,
                                  const attn::VariantParams& variant_params) {
   constexpr ForwardConfig kConfig = Shape::kConfig;
@@ -84,11 +84,11 @@ PANTILE_DEVICE void forward_body(const ForwardMaps& maps, const ForwardParams& p
     switch (static_cast<HelperWarp>(warp)) {
       case HelperWarp::load:
         if (prim::elect_one()) {
-          Loader<kConfig, Shape::kMask>(storage, maps, params).run();
+          Loader<kConfig, Shape::kMask, kSource>(storage, maps, params).run();
         }
         break;
       case HelperWarp::store:
-        Storer<kConfig, kDType, Shape::kMask>(storage, maps, params).run();
+        Storer<kConfig, kDType, Shape::kMask, kSource>(storage, maps, params).run();
         break;
       case HelperWarp::guard0:
       case HelperWarp::guard1:
@@ -101,8 +101,8 @@ PANTILE_DEVICE void forward_body(const ForwardMaps& maps, const ForwardParams& p
     }
   } else {
     prim::grow_registers<kConfig.math_registers()>();
-    MathWarpgroup<kConfig, kDType, Shape::kMask, Variant>(storage, params, variant_params,
-                                                          warp / 4 - 1, warp % 4)
+    MathWarpgroup<kConfig, kDType, Shape::kMask, Variant, kSource>(storage, params, variant_params,
+                                                                   warp / 4 - 1, warp % 4)
         .run();
   }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/geometry.h"
+#include "hopper/forward/key_source.cuh"
 #include "hopper/forward/storage.cuh"
 #include "prim/tma.cuh"
 
@@ -36,20 +37,12 @@ PANTILE_DEVICE bool locate_rows(const ForwardParams& p, int work, TileInfo& info
 
 // Which keys these rows visit. A tile of rows without keys visits one tile, wholly masked, so that
 // its output comes out as zeros like any other.
-template <int kTileRows, int kTileKeys>
+template <int kTileRows, int kTileKeys, KeySource kSource>
 PANTILE_DEVICE void locate_keys(const ForwardParams& p, TileInfo& info) {
-  info.k_row = 0;
-  info.keys = p.seqlen_k;
-  if (p.cu_seqlens_k != nullptr) {
-    info.k_row = p.cu_seqlens_k[info.batch];
-    info.keys = p.cu_seqlens_k[info.batch + 1] - info.k_row;
-  }
-  if (p.seqused_k != nullptr) {
-    info.keys = core::clamp(p.seqused_k[info.batch], 0, info.keys);
-  }
+  locate_sequence_keys<kSource>(p, info);
   info.k_head = info.head / p.group * p.k_steps.head;
   info.k_batch = info.batch * p.k_steps.batch;
-  const core::Mask mask{info.rows, info.keys, p.window_left, p.window_right};
+  const auto mask = mask_of<kSource>(p, info);
   const core::Span rows{info.row0, core::min_of(info.row0 + kTileRows, info.rows)};
   core::TilePlan plan = core::plan_row_tile(mask, rows, kTileKeys);
   if (plan.visit.empty()) {
@@ -63,7 +56,7 @@ PANTILE_DEVICE void locate_keys(const ForwardParams& p, TileInfo& info) {
   info.clear_tail = p.zero_tail && info.keys < plan.visit.end * kTileKeys;
 }
 
-template <ForwardConfig kConfig, MaskKind kMask>
+template <ForwardConfig kConfig, MaskKind kMask, KeySource kSource>
 class Loader {
  public:
   PANTILE_DEVICE Loader(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
@@ -166,7 +159,7 @@ class Loader {
       }
       my_.has_claim = false;
       if (locate_rows<kConfig.tile_q()>(p_, work(), info)) {
-        locate_keys<kConfig.tile_q(), kConfig.tile_k>(p_, info);
+        locate_keys<kConfig.tile_q(), kConfig.tile_k, kSource>(p_, info);
         return true;
       }
     }
@@ -310,7 +303,13 @@ class Loader {
       return;
     }
     prim::arrive_and_expect(full, kTile.bytes());
-    copy_panels<kTile>(to, map, full, row_ + left * kConfig.tile_k, head_, batch_, panels_per_copy);
+    if constexpr (kSource.pages) {
+      const TileInfo& info = described(my_.tile);
+      copy_pages<kTile>(to, map, full, p_, info, (info.visit_begin + left) * kConfig.tile_k);
+    } else {
+      copy_panels<kTile>(to, map, full, row_ + left * kConfig.tile_k, head_, batch_,
+                         panels_per_copy);
+    }
   }
 
   // More than one copy only where the rows of the tensor are not whole panels.

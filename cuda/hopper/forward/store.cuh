@@ -9,7 +9,7 @@
 
 namespace pantile::hopper {
 
-template <ForwardConfig kConfig, DType kDType, MaskKind kMask>
+template <ForwardConfig kConfig, DType kDType, MaskKind kMask, KeySource kSource>
 class Storer {
  public:
   PANTILE_DEVICE Storer(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
@@ -56,7 +56,7 @@ class Storer {
     }
     __syncwarp();
     if (s_.needs_repair[ring] != 0) {
-      repair<kConfig, kDType>(s_, p_, info, place);
+      repair<kConfig, kDType, kSource>(s_, p_, info, place);
       if (p_.output_f32) {
         repair_float32<kConfig, kDType>(s_, p_, info, place);
       }
