@@ -106,6 +106,8 @@ RANGES += [(64, 100, 190, 126), (50, 250, 50, 300), (33, 0, 300, 150)]
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_ranges(target, mask, shifted, head_dim):
+    if target.backend == "reference" and head_dim != 64:
+        pytest.skip("the reference is slow, and has one way for all head dims")
     rows, begins, lengths, shifts = map(list, zip(*RANGES, strict=True))
     q, k, v = operands(target, sum(rows), 300, head_dim)
     arguments = dict(MASKS[mask])

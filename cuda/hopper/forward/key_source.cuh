@@ -64,19 +64,24 @@ PANTILE_DEVICE PagedKey paged_key(const ForwardParams& p, int batch, int key) {
   return PagedKey{__ldg(p.block_table + batch * p.table_stride + at.quotient), at.remainder};
 }
 
+// The same; behind the last key of a sequence coordinates outside the tensor, which read as zeros.
+PANTILE_DEVICE PagedKey paged_key_or_none(const ForwardParams& p, const TileInfo& info, int key) {
+  return key < info.keys ? paged_key(p, info.batch, key) : PagedKey{p.pages, 0};
+}
+
 // Copies the key tile whose first key is `key0`, chunk by chunk: `page_chunk` keys lie in one page.
-// Chunks behind the last key of the sequence have coordinates outside the tensor, and read as
-// zeros.
+// The table is read one chunk ahead.
 template <tile::PanelTile kTile>
 PANTILE_DEVICE void copy_pages(unsigned char* to, const CUtensorMap& map, prim::Mbarrier& full,
                                const ForwardParams& p, const TileInfo& info, int key0) {
+  PagedKey next = paged_key_or_none(p, info, key0);
 #pragma unroll 1
   for (int row = 0; row < kTile.rows; row += p.page_chunk) {
-    PagedKey at{p.pages, 0};
-    if (key0 + row < info.keys) {
-      at = paged_key(p, info.batch, key0 + row);
+    const PagedKey at = next;
+    if (row + p.page_chunk < kTile.rows) {
+      next = paged_key_or_none(p, info, key0 + row + p.page_chunk);
     }
-#pragma unroll 1
+#pragma unroll
     for (int panel = 0; panel < kTile.panels(); ++panel) {
       prim::tma_load(
           to + panel * kTile.panel_bytes() + row * tile::kPanelRowBytes, &map, full,
