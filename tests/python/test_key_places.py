@@ -213,7 +213,6 @@ def test_gradients_of_ranges(target, mask, shifted):
     plan = pantile.explain(*tensors, *bounds, **places, **MASKS[mask], options=target.options)
     if plan.backward.kernel is None:
         assert target.device != "cpu"
-        assert "key ranges" in plan.backward.reason or "mask_shift" in plan.backward.reason
         pytest.skip(plan.backward.reason)
     grad_o, grad_lse = torch.randn_like(tensors[0]), torch.randn(4, sum(rows), device=target.device)
 
