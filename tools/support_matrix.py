@@ -45,6 +45,8 @@ VARIANTS = {
     "element_mask": "bool masks",
     "prefix": "prefixes",
 }
+# Keys that do not lie one sequence after the other (docs/usage.md); of a forward.
+KEY_PLACES = {"key_ranges": "ranges", "mask_shift": "shifts of the mask", "paged": "pages"}
 DETERMINISTIC = {"hopper": "optional", "ampere": "optional; f32 always", "cpu": "always"}
 Row = tuple[str, str, str, str, str]  # backend, pass, dtype, head dims, mask
 
@@ -78,7 +80,7 @@ def feature_text(names: str, sets: dict[str, str], seen: frozenset = frozenset()
     return names + "".join(feature_text(sets[x], sets, seen | {x}) for x in named)
 
 
-def variants_of(backend: str) -> str:
+def features_of(backend: str, names: dict[str, str]) -> str:
     """Of the backend's rows that have most: a kernel may serve less."""
     header = ROOT / "cpp/host/features.h"
     sets = dict(re.findall(r"FeatureSet (\w+)[({ =]([^;]*);", header.read_text()))
@@ -89,7 +91,7 @@ def variants_of(backend: str) -> str:
         kernels = (ROOT / "cuda/kernels.def").read_text()
         used = re.findall(rf"PANTILE_KERNEL\({backend}, .*, (\w+)\)", kernels)
     text = " ".join(feature_text(x, sets) for x in sorted(set(used)))
-    return ", ".join(n for x, n in VARIANTS.items() if f"Feature::{x})" in text) or "no"
+    return ", ".join(n for x, n in names.items() if f"Feature::{x})" in text) or "no"
 
 
 def listed(values: set[str], order: tuple[str, ...] | None = None) -> str:
@@ -135,7 +137,10 @@ def make_table() -> str:
         "decode, kernels for head dims": lambda b: dims(b, "decode", False),
         "masks": masks,
         **{name: lambda b: "yes" for name in EVERY_BACKEND},
-        "[variants](docs/variants.md)": variants_of,
+        "[variants](docs/variants.md)": lambda b: features_of(b, VARIANTS),
+        "[keys](docs/usage.md#4-parts-of-the-keys) in 16 bits, CPU also f32": lambda b: features_of(
+            b, KEY_PLACES
+        ),
         "deterministic gradients": lambda b: DETERMINISTIC[b],
     }
     rows = [[name, *map(value, BACKENDS)] for name, value in features.items()]

@@ -20,19 +20,27 @@ struct Span {
   PANTILE_HD constexpr bool empty() const { return end <= begin; }
 };
 
-// The mask of one sequence.
+// The mask of one sequence, aligned to the bottom right.
 struct Mask {
   int rows, keys;
   int left, right;  // 0..kNoBound
-  int moved = 0;    // the shift less that of a mask that is aligned to the bottom right
-  PANTILE_HD constexpr int shift() const { return keys - rows + moved; }
+  PANTILE_HD constexpr int shift() const { return keys - rows; }
 };
 
-// The same mask with the shift that the caller gives.
-PANTILE_HD constexpr Mask with_shift(Mask mask, int shift) {
-  mask.moved = clamp(shift, -kNoBound, kNoBound) - (mask.keys - mask.rows);
-  return mask;
+// The same with any shift. A type of its own: kernels that have no other shift do not carry one.
+struct ShiftedMask {
+  int rows, keys;
+  int left, right;  // 0..kNoBound
+  int given;        // -kNoBound..kNoBound
+  PANTILE_HD constexpr int shift() const { return given; }
+};
+
+PANTILE_HD constexpr ShiftedMask with_shift(const Mask& mask, int shift) {
+  return ShiftedMask{mask.rows, mask.keys, mask.left, mask.right,
+                     clamp(shift, -kNoBound, kNoBound)};
 }
+
+// The functions below take either.
 
 // From the public convention, where a negative side is unbounded.
 PANTILE_HD constexpr Mask make_mask(int rows, int keys, long long window_left,
@@ -44,20 +52,23 @@ PANTILE_HD constexpr Mask make_mask(int rows, int keys, long long window_left,
 }
 
 // Keys that query `row` sees; empty when it sees none.
-PANTILE_HD constexpr Span visible_keys(const Mask& mask, int row) {
+template <class AnyMask>
+PANTILE_HD constexpr Span visible_keys(const AnyMask& mask, int row) {
   const int position = row + mask.shift();
   return Span{clamp(position - mask.left, 0, mask.keys),
               clamp(position + mask.right + 1, 0, mask.keys)};
 }
 
 // Rows that see key `key`; empty when none does.
-PANTILE_HD constexpr Span visible_rows(const Mask& mask, int key) {
+template <class AnyMask>
+PANTILE_HD constexpr Span visible_rows(const AnyMask& mask, int key) {
   const int position = key - mask.shift();
   return Span{clamp(position - mask.right, 0, mask.rows),
               clamp(position + mask.left + 1, 0, mask.rows)};
 }
 
-PANTILE_HD constexpr bool is_visible(const Mask& mask, int row, int key) {
+template <class AnyMask>
+PANTILE_HD constexpr bool is_visible(const AnyMask& mask, int row, int key) {
   const Span span = visible_keys(mask, row);
   return key >= span.begin && key < span.end;
 }
@@ -91,14 +102,16 @@ PANTILE_HD constexpr TilePlan tile_plan(Span touched, Span common, int tile) {
 }  // namespace detail
 
 // Key tiles of `tile` keys for the query rows [rows.begin, rows.end), which must not be empty.
-PANTILE_HD constexpr TilePlan plan_row_tile(const Mask& mask, Span rows, int tile) {
+template <class AnyMask>
+PANTILE_HD constexpr TilePlan plan_row_tile(const AnyMask& mask, Span rows, int tile) {
   const Span first = visible_keys(mask, rows.begin);
   const Span last = visible_keys(mask, rows.end - 1);
   return detail::tile_plan(Span{first.begin, last.end}, Span{last.begin, first.end}, tile);
 }
 
 // Row tiles of `tile` rows for the keys [keys.begin, keys.end), which must not be empty.
-PANTILE_HD constexpr TilePlan plan_key_tile(const Mask& mask, Span keys, int tile) {
+template <class AnyMask>
+PANTILE_HD constexpr TilePlan plan_key_tile(const AnyMask& mask, Span keys, int tile) {
   const Span first = visible_rows(mask, keys.begin);
   const Span last = visible_rows(mask, keys.end - 1);
   return detail::tile_plan(Span{first.begin, last.end}, Span{last.begin, first.end}, tile);

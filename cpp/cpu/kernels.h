@@ -223,9 +223,10 @@ inline int bias_key_tiles(const BackwardJob& job) {
 }
 
 // The mask of a sequence.
-PANTILE_HD constexpr core::Mask mask_of(const Job& job, int batch, int rows, int keys) {
+PANTILE_HD constexpr core::ShiftedMask mask_of(const Job& job, int batch, int rows, int keys) {
   const core::Mask mask = core::make_mask(rows, keys, job.window_left, job.window_right);
-  return job.mask_shift == nullptr ? mask : core::with_shift(mask, job.mask_shift[batch]);
+  const int shift = job.mask_shift == nullptr ? mask.shift() : job.mask_shift[batch];
+  return core::with_shift(mask, shift);
 }
 
 // Rows of the summed dK and dV that one work item rounds.

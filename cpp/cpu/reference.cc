@@ -77,7 +77,7 @@ double dot(const Head& a, int row_a, const Head& b, int row_b, int dim) {
 // The query that scores, weights and gradients belong to.
 struct Query {
   int batch, head, row;
-  core::Mask mask;
+  core::ShiftedMask mask;
 };
 
 // How far key `key` is from the query, on the diagonal that ends at the bottom right.
@@ -201,7 +201,7 @@ Softmax weigh_row(const Job& job, const Head& q, const Head& k, const Query& at,
   return softmax;
 }
 
-core::Mask sequence_mask(const Job& job, int batch) {
+core::ShiftedMask sequence_mask(const Job& job, int batch) {
   return mask_of(job, batch, extent_of(job.q.side, batch).length,
                  extent_of(job.k.side, batch).length);
 }
@@ -327,7 +327,7 @@ std::int64_t reference_backward_doubles(int max_keys, int dim, int dim_v) {
 
 void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Span rows,
                             double* scratch) {
-  const core::Mask mask = sequence_mask(job, batch);
+  const core::ShiftedMask mask = sequence_mask(job, batch);
   const Head q = head_of(job.dtype, job.q, batch, head);
   const Head k = key_head_of(job, job.k, batch, job.heads.key_head(head));
   const Head v = key_head_of(job, job.v, batch, job.heads.key_head(head));
@@ -367,7 +367,7 @@ void reference_forward_rows(const ForwardJob& job, int batch, int head, core::Sp
 
 void reference_backward_head(const BackwardJob& job, int batch, int key_head, double* scratch,
                              const VariantSums& variant) {
-  const core::Mask mask = sequence_mask(job, batch);
+  const core::ShiftedMask mask = sequence_mask(job, batch);
   const std::int64_t keys = mask.keys;
   const GradientSums sums{scratch, scratch + keys, scratch + 2 * keys,
                           scratch + (2 + job.dim) * keys, variant};

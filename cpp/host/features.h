@@ -49,7 +49,7 @@ constexpr FeatureSet with_variant_gradients(FeatureSet set) {
       .with(Feature::grad_sinks)
       .with(Feature::grad_bias);
 }
-// Keys that lie in ranges, and a shift of the mask: of the CPU's rows.
+// Keys that lie in ranges, and a shift of the mask.
 constexpr FeatureSet with_ranges(FeatureSet set) {
   return set.with(Feature::key_ranges).with(Feature::mask_shift);
 }
@@ -57,15 +57,20 @@ constexpr FeatureSet with_ranges(FeatureSet set) {
 // run time.
 inline constexpr FeatureSet forward_sinks = forward_16bit.with(Feature::sinks);
 inline constexpr FeatureSet forward_hooks =
-    with_score(with_masks(with_variants(forward_16bit))).with(Feature::mask_expression);
+    with_ranges(with_score(with_masks(with_variants(forward_16bit))))
+        .with(Feature::mask_expression)
+        .with(Feature::paged);
 inline constexpr FeatureSet backward_sinks =
     backward_16bit.with(Feature::sinks).with(Feature::grad_sinks);
 inline constexpr FeatureSet backward_hooks =
     with_score_gradients(with_masks(with_variant_gradients(backward_16bit)))
         .with(Feature::mask_expression);
 // Ampere has no hook for a bias.
-inline constexpr FeatureSet forward_ampere =
-    forward_sinks.with(Feature::softcap).with(Feature::alibi).with(Feature::dropout);
+inline constexpr FeatureSet forward_ampere = with_ranges(forward_sinks)
+                                                 .with(Feature::softcap)
+                                                 .with(Feature::alibi)
+                                                 .with(Feature::dropout)
+                                                 .with(Feature::paged);
 inline constexpr FeatureSet backward_ampere = backward_sinks.with(Feature::softcap)
                                                   .with(Feature::alibi)
                                                   .with(Feature::dropout)

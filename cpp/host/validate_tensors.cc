@@ -46,7 +46,7 @@ Status sequence_pointers(const ForwardProblem& p, const ForwardTensors& t) {
   return first_error({
       optional_pointer("cu_seqlens_q", t.cu_seqlens_q, p.packed_q, "packed_q"),
       optional_pointer("cu_seqlens_k", t.cu_seqlens_k, p.packed_k && !p.has_k_begin,
-                       "packed_k without has_k_begin"),
+                       p.has_k_begin ? "packed_k without has_k_begin" : "packed_k"),
       optional_pointer("seqused_q", t.seqused_q, p.has_seqused_q, "has_seqused_q"),
       optional_pointer("seqused_k", t.seqused_k, p.has_seqused_k, "has_seqused_k"),
       optional_pointer("k_begin", t.k_begin, p.has_k_begin, "has_k_begin"),

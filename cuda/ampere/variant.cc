@@ -44,7 +44,19 @@ std::string hook_names(const VariantHooks& hooks) {
   add(hooks.softcap, "softcap");
   add(hooks.alibi, "ALiBi");
   add(hooks.dropout, "dropout");
+  add(hooks.ranges, "k_begin");
+  add(hooks.pages, "block_table");
+  add(hooks.shift, "mask_shift");
   return names;
+}
+
+// The last argument of ForwardVariant, where keys lie otherwise than in rows of the sequences.
+std::string source_of(const VariantHooks& hooks) {
+  if (!hooks.ranges && !hooks.pages && !hooks.shift) {
+    return "";
+  }
+  return std::string(", KeySource{") + text_of(hooks.ranges) + ", " + text_of(hooks.pages) + ", " +
+         text_of(hooks.shift) + "}";
 }
 
 // The type of the scoring hooks, in the order of the formulas.
@@ -112,7 +124,8 @@ attn::VariantParams params_of(const ForwardProblem& problem, const VariantTensor
 // A number below VariantKernels::kTexts. `first`, `second`: what else the texts of a row differ in.
 int index_of(const VariantHooks& hooks, SharedClass shared, bool first, bool second,
              const DeviceProps& device) {
-  const int flags = (hooks.softcap ? 1 : 0) + (hooks.alibi ? 2 : 0) + (hooks.dropout ? 4 : 0);
+  const int flags = (hooks.softcap ? 1 : 0) + (hooks.alibi ? 2 : 0) + (hooks.dropout ? 4 : 0) +
+                    (hooks.ranges ? 8 : 0) + (hooks.pages ? 16 : 0) + (hooks.shift ? 32 : 0);
   const int more = (first ? 1 : 0) + (second ? 2 : 0) + (architecture(device) == 90 ? 4 : 0);
   return (flags * 3 + static_cast<int>(shared)) * 8 + more;
 }
@@ -182,7 +195,8 @@ jit::Request forward_request(const ForwardPlan& plan) {
       "),\n    softmax_kind(ForwardSoftmax::" + (sums_on_tensor(plan) ? "tensor" : "vector") +
       "), " + text_of(has_long_rows(plan)) + ">;\nusing Variant = ForwardVariant<" +
       scoring_type(row, hooks) + ", " +
-      (hooks.dropout ? "attn::Dropout<kDropKeys>" : "attn::NoVariant") + ">;\n}\n";
+      (hooks.dropout ? "attn::Dropout<kDropKeys>" : "attn::NoVariant") + source_of(hooks) +
+      ">;\n}\n";
   return request_of(row, hooks, "variant_forward_kernel", text, "Variant", plan.device);
 }
 

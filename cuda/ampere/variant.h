@@ -20,13 +20,20 @@ struct VariantHooks {
   bool softcap = false;
   bool alibi = false;
   bool dropout = false;
+  // Where keys lie is part of the text as well (ampere/forward/keys.cuh). Forward.
+  bool ranges = false;
+  bool pages = false;
+  bool shift = false;
 
-  constexpr bool any() const { return softcap || alibi || dropout; }
+  constexpr bool any() const { return softcap || alibi || dropout || ranges || pages || shift; }
+  // Other scores or weights, for which there is one kind of softmax.
+  constexpr bool any_score() const { return softcap || alibi || dropout; }
 };
 
 constexpr VariantHooks variant_hooks(const ForwardProblem& problem) {
   const Variant& variant = problem.variant;
-  return VariantHooks{variant.softcap > 0.0f, variant.has_alibi, variant.dropout > 0};
+  return VariantHooks{variant.softcap > 0.0f, variant.has_alibi,     variant.dropout > 0,
+                      problem.has_k_begin,    problem.page_size > 0, problem.has_mask_shift};
 }
 
 // The tile of a forward with hooks. Dropout holds random bits of 32 keys: beside the scores of 64
@@ -59,7 +66,7 @@ class VariantKernels {
   Status find(const BackwardPlan& plan, void* stream, const jit::Kernel** kernel);
 
  private:
-  static constexpr int kTexts = 8 * 3 * 8;  // hooks, tiles, and three choices
+  static constexpr int kTexts = 64 * 3 * 8;  // hooks, tiles, and three choices
   std::atomic<const jit::Kernel*> known_[kTexts]{};
 };
 

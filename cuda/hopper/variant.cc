@@ -91,79 +91,83 @@ std::string walk_type(const VariantHooks& hooks, const char* listed, const char*
              ? plain
              : std::string(listed) + "<attn::StoredMask<" + std::to_string(hooks.mask_forms) +
                    ", " + text_of(hooks.mask_clauses) + ">>";
-}
+  // The value of a KeySource.
+  std::string source_of(const VariantHooks& hooks) {
+    return std::string("KeySource{") + text_of(hooks.keys == KeyPlace::ranges) + ", " +
+           text_of(hooks.keys == KeyPlace::pages) + ", " + text_of(hooks.shift) + "}";
+  }
 
-// The value of an attn::GradHooks.
-std::string grad_hooks(const KernelInfo& row, const VariantHooks& hooks) {
-  std::string text;
-  const auto add = [&text](bool on, const char* field) {
-    if (on) {
-      text += (text.empty() ? "." : ", .") + std::string(field);
+  // The value of an attn::GradHooks.
+  std::string grad_hooks(const KernelInfo& row, const VariantHooks& hooks) {
+    std::string text;
+    const auto add = [&text](bool on, const char* field) {
+      if (on) {
+        text += (text.empty() ? "." : ", .") + std::string(field);
+      }
+    };
+    const bool is_f32 = hooks.bias == BiasForm::single32 || hooks.bias == BiasForm::pair32;
+    add(hooks.softcap, "softcap = true");
+    add(hooks.softcap && needs_exact_softcap(row.dtype), "exact = true");
+    add(hooks.alibi, "alibi = true");
+    add(hooks.alibi && row.mask != MaskKind::causal, "behind = true");
+    add(hooks.bias != BiasForm::none, "bias = true");
+    add(hooks.bias != BiasForm::none, is_f32 ? "bias_dtype = DType::f32" : "bias_dtype = kDType");
+    add(hooks.dropout, "dropout = true");
+    add(hooks.grad_alibi, "grad_alibi = true");
+    add(hooks.grad_bias, "grad_bias = true");
+    add(hooks.mask_forms != 0, "lists = true");
+    add(hooks.has_expressions(), "user = 1");
+    if (hooks.score != Expression::none) {
+      const expression::Facts& facts = expression::programs_of(hooks.score).facts;
+      add(true, "score = true");
+      add(!facts.is_affine, "raw_score = true");
+      add(facts.has_bounded_slope, "bounded_slopes = true");
     }
-  };
-  const bool is_f32 = hooks.bias == BiasForm::single32 || hooks.bias == BiasForm::pair32;
-  add(hooks.softcap, "softcap = true");
-  add(hooks.softcap && needs_exact_softcap(row.dtype), "exact = true");
-  add(hooks.alibi, "alibi = true");
-  add(hooks.alibi && row.mask != MaskKind::causal, "behind = true");
-  add(hooks.bias != BiasForm::none, "bias = true");
-  add(hooks.bias != BiasForm::none, is_f32 ? "bias_dtype = DType::f32" : "bias_dtype = kDType");
-  add(hooks.dropout, "dropout = true");
-  add(hooks.grad_alibi, "grad_alibi = true");
-  add(hooks.grad_bias, "grad_bias = true");
-  add(hooks.mask_forms != 0, "lists = true");
-  add(hooks.has_expressions(), "user = 1");
-  if (hooks.score != Expression::none) {
-    const expression::Facts& facts = expression::programs_of(hooks.score).facts;
-    add(true, "score = true");
-    add(!facts.is_affine, "raw_score = true");
-    add(facts.has_bounded_slope, "bounded_slopes = true");
+    add(hooks.mask != Expression::none, "mask = true");
+    add(hooks.grad_captured != 0, "grad_captured = true");
+    return text;
   }
-  add(hooks.mask != Expression::none, "mask = true");
-  add(hooks.grad_captured != 0, "grad_captured = true");
-  return text;
-}
 
-// The structs of the expressions, in attn.
-std::string expression_text(const KernelInfo& row, const VariantHooks& hooks, bool backward) {
-  if (!hooks.has_expressions()) {
-    return std::string();
+  // The structs of the expressions, in attn.
+  std::string expression_text(const KernelInfo& row, const VariantHooks& hooks, bool backward) {
+    if (!hooks.has_expressions()) {
+      return std::string();
+    }
+    const bool exact = needs_exact_softcap(row.dtype);
+    std::string text = "namespace pantile::attn {\n";
+    std::string names;
+    if (hooks.score != Expression::none) {
+      const expression::Function& score = expression::function_of(hooks.score);
+      text += backward ? expression::print_backward_score(score, exact, hooks.grad_captured)
+                       : expression::print_forward_score(score, exact);
+    }
+    if (hooks.mask != Expression::none) {
+      const expression::Function& mask = expression::function_of(hooks.mask);
+      const int first = captured_count(hooks.score);
+      text += backward ? expression::print_backward_mask(mask, first)
+                       : expression::print_forward_mask(mask, first);
+    }
+    if (backward) {
+      text += std::string("template <>\nstruct UserHooks<1> {\n") + "  using Score = " +
+              (hooks.score != Expression::none ? "UserScore" : "UserHooks<0>::Score") +
+              ";\n  using Mask = " +
+              (hooks.mask != Expression::none ? "UserMask" : "UserHooks<0>::Mask") + ";\n};\n";
+    }
+    return text + "}  // namespace pantile::attn\n";
   }
-  const bool exact = needs_exact_softcap(row.dtype);
-  std::string text = "namespace pantile::attn {\n";
-  std::string names;
-  if (hooks.score != Expression::none) {
-    const expression::Function& score = expression::function_of(hooks.score);
-    text += backward ? expression::print_backward_score(score, exact, hooks.grad_captured)
-                     : expression::print_forward_score(score, exact);
-  }
-  if (hooks.mask != Expression::none) {
-    const expression::Function& mask = expression::function_of(hooks.mask);
-    const int first = captured_count(hooks.score);
-    text += backward ? expression::print_backward_mask(mask, first)
-                     : expression::print_forward_mask(mask, first);
-  }
-  if (backward) {
-    text += std::string("template <>\nstruct UserHooks<1> {\n") + "  using Score = " +
-            (hooks.score != Expression::none ? "UserScore" : "UserHooks<0>::Score") +
-            ";\n  using Mask = " +
-            (hooks.mask != Expression::none ? "UserMask" : "UserHooks<0>::Mask") + ";\n};\n";
-  }
-  return text + "}  // namespace pantile::attn\n";
-}
 
-constexpr const char* kVariantEntry = "pantile_variant";
-constexpr const char* kOpening = "namespace pantile::hopper {\n";
-constexpr const char* kClosing = "}  // namespace pantile::hopper\n";
+  constexpr const char* kVariantEntry = "pantile_variant";
+  constexpr const char* kOpening = "namespace pantile::hopper {\n";
+  constexpr const char* kClosing = "}  // namespace pantile::hopper\n";
 
-// All but the text.
-jit::Request request_of(const KernelInfo& row, const VariantHooks& hooks) {
-  jit::Request request;
-  request.name = std::string(row.name) + " " + variant_name(hooks);
-  request.entry = std::string("pantile::hopper::") + kVariantEntry;
-  request.arch = 90;
-  return request;
-}
+  // All but the text.
+  jit::Request request_of(const KernelInfo& row, const VariantHooks& hooks) {
+    jit::Request request;
+    request.name = std::string(row.name) + " " + variant_name(hooks);
+    request.entry = std::string("pantile::hopper::") + kVariantEntry;
+    request.arch = 90;
+    return request;
+  }
 
 }  // namespace
 
@@ -178,6 +182,10 @@ VariantHooks variant_hooks(const ForwardProblem& problem) {
   hooks.mask_clauses = has_clauses(variant);
   hooks.score = variant.score;
   hooks.mask = variant.mask_expression;
+  hooks.keys = problem.page_size > 0 ? KeyPlace::pages
+               : problem.has_k_begin ? KeyPlace::ranges
+                                     : KeyPlace::rows;
+  hooks.shift = problem.has_mask_shift;
   return hooks;
 }
 
@@ -206,7 +214,10 @@ std::string variant_name(const VariantHooks& hooks) {
                {hooks.mask != Expression::none, "mask"},
                {hooks.grad_alibi, "grad_alibi"},
                {hooks.grad_bias, "grad_bias"},
-               {hooks.grad_captured != 0, "grad_captured"}};
+               {hooks.grad_captured != 0, "grad_captured"},
+               {hooks.keys == KeyPlace::ranges, "k_begin"},
+               {hooks.keys == KeyPlace::pages, "block_table"},
+               {hooks.shift, "mask_shift"}};
   std::string name;
   for (const auto& part : parts) {
     if (part.on) {
@@ -262,6 +273,15 @@ Status variant_rule(const ForwardProblem& problem) {
                          "dropout's query_offset is %" PRId64 " and its key_offset %" PRId64
                          "; this kernel needs multiples of 16",
                          variant.query_offset, variant.key_offset);
+  }
+  const VariantHooks hooks = variant_hooks(problem);
+  if (hooks.has_source() && (hooks.mask_forms != 0 || hooks.has_expressions())) {
+    return Status::error(kUnsupported,
+                         "%s is given beside a mask or a score; this kernel has k_begin, "
+                         "block_table and mask_shift without them only",
+                         hooks.keys == KeyPlace::ranges  ? "k_begin"
+                         : hooks.keys == KeyPlace::pages ? "block_table"
+                                                         : "mask_shift");
   }
   return score_rule(variant);
 }
@@ -356,8 +376,8 @@ jit::Request variant_request(const ForwardPlan& plan) {
       kVariantEntry + "(const __grid_constant__ ForwardMaps maps,\n" +
       "    const __grid_constant__ ForwardParams params,\n" +
       "    const __grid_constant__ attn::VariantParams variant) {\n" +
-      "  forward_body<Shape, kDType, Variant, " + walk_type(hooks, "ListWalk", "SpanWalk") +
-      ">(maps, params, variant);\n" + "}\n" + kClosing;
+      "  forward_body<Shape, kDType, Variant, " + walk_type(hooks, "ListWalk", "SpanWalk") + ", " +
+      source_of(hooks) + ">(maps, params, variant);\n" + "}\n" + kClosing;
   return request;
 }
 

@@ -24,6 +24,9 @@ namespace pantile::hopper {
 enum class BiasForm { none, single16, pair16, single32, pair32 };
 inline constexpr int kBiasForms = 5;
 
+// Rows of the sequences; ranges that begin anywhere; pages.
+enum class KeyPlace { rows, ranges, pages };
+
 // The hooks of a kernel: all that its text depends on beside the row of the kernel table.
 struct VariantHooks {
   bool softcap = false;
@@ -37,13 +40,17 @@ struct VariantHooks {
   Expression score = Expression::none;
   Expression mask = Expression::none;
   std::uint32_t grad_captured = 0;
+  KeyPlace keys = KeyPlace::rows;  // this and the next: forward
+  bool shift = false;
 
   constexpr bool has_expressions() const {
     return score != Expression::none || mask != Expression::none;
   }
+  // Where keys lie is part of the text as well (hopper/forward/key_source.cuh).
+  constexpr bool has_source() const { return keys != KeyPlace::rows || shift; }
   constexpr bool any() const {
     return softcap || alibi || bias != BiasForm::none || dropout || mask_forms != 0 ||
-           has_expressions();
+           has_expressions() || has_source();
   }
   // Below kVariantKernels; another number for other hooks with the same mask and expressions.
   constexpr int index() const {
@@ -52,10 +59,10 @@ struct VariantHooks {
                 2 +
             (grad_alibi ? 1 : 0)) *
                2 +
-           (grad_bias ? 1 : 0);
+           (grad_bias ? 1 : 0) + kBiasForms * 32 * (static_cast<int>(keys) * 2 + (shift ? 1 : 0));
   }
 };
-inline constexpr int kVariantKernels = kBiasForms * 32;
+inline constexpr int kVariantKernels = kBiasForms * 32 * 6;
 
 VariantHooks variant_hooks(const ForwardProblem& problem);
 VariantHooks variant_hooks(const BackwardProblem& problem);

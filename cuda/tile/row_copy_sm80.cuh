@@ -69,6 +69,24 @@ class RowCopy {
     });
   }
 
+  // The same for rows that lie anywhere: address(row) is where row `row` of the tile begins, which
+  // is asked of rows that exist only.
+  template <class Address>
+  PANTILE_DEVICE void copy_rows_if(bool wanted, std::uint32_t tile, int existing,
+                                   Address address) const {
+    const FirstChunk chunk;
+    const char* from = nullptr;
+    for_chunks(chunk, [&](int pass, int offset, int column) {
+      const int row = chunk.row + pass * kPassRows;
+      const bool exists = wanted && row < existing;
+      if (column == chunk.column) {
+        from = exists ? address(row) : nullptr;
+      }
+      prim::copy_async_16_or_zero_if(wanted && column < columns_, tile + offset, from + column * 2,
+                                     exists);
+    });
+  }
+
   // Zeros in the chunks that copy() leaves out; once per tile buffer, before the first copy.
   PANTILE_DEVICE void clear_missing_columns(void* tile) const {
     for_own_chunks([&](int offset, int column) {

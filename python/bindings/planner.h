@@ -139,7 +139,7 @@ class PlanKey {
     }
   }
 
-  std::array<std::int64_t, 128> fields_{};  // zeros behind count_, of which hash() may read three
+  std::array<std::int64_t, 160> fields_{};  // zeros behind count_, of which hash() may read three
   int count_ = 0;
 };
 

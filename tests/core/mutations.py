@@ -185,8 +185,18 @@ LISTED = {
     "geometry.h": [
         (
             "Geometry.RowsSeeExactlyTheKeysOfTheDefinition",
-            "int shift() const { return keys - rows + moved; }",
-            "int shift() const { return moved; }",
+            "int shift() const { return keys - rows; }",
+            "int shift() const { return 0; }",
+        ),
+        (
+            "Geometry.AnyShiftIsTheOneGiven",
+            "int shift() const { return given; }",
+            "int shift() const { return keys - rows; }",
+        ),
+        (
+            "Geometry.AnyShiftIsTheOneGiven",
+            "clamp(shift, -kNoBound, kNoBound)",
+            "shift",
         ),
         (
             "Geometry.RowsSeeExactlyTheKeysOfTheDefinition",

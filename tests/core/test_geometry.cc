@@ -166,11 +166,13 @@ TEST(Geometry, KeysAreSeenByExactlyTheRowsOfTheDefinition) {
 }
 
 TEST(Geometry, RowTilePlansAreExact) {
-  for_each_small_problem([](const Problem& p) { expect_exact_plans(p, true, plan_row_tile); });
+  for_each_small_problem(
+      [](const Problem& p) { expect_exact_plans(p, true, plan_row_tile<Mask>); });
 }
 
 TEST(Geometry, KeyTilePlansAreExact) {
-  for_each_small_problem([](const Problem& p) { expect_exact_plans(p, false, plan_key_tile); });
+  for_each_small_problem(
+      [](const Problem& p) { expect_exact_plans(p, false, plan_key_tile<Mask>); });
 }
 
 // Real tile sizes at lengths where a window, the diagonal and the ragged end fall in one tile.
@@ -259,7 +261,7 @@ TEST(Geometry, AnyShiftIsTheOneGiven) {
   for (int shift = -20; shift <= 20; ++shift) {
     for (const int left : {0, 2, kNoBound}) {
       for (const int right : {0, 3, kNoBound}) {
-        const Mask mask = with_shift(Mask{rows, keys, left, right}, shift);
+        const auto mask = with_shift(Mask{rows, keys, left, right}, shift);
         ASSERT_EQ(mask.shift(), shift);
         for (int first = 0; first < rows; first += 2) {
           const Span span{first, std::min(first + 2, rows)};

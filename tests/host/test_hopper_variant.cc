@@ -72,8 +72,10 @@ TEST(HopperVariant, HooksHaveNumbersOfTheirOwn) {
   std::set<int> numbers;
   int count = 0;
   for (int bias = 0; bias < hopper::kBiasForms; ++bias) {
-    for (int bits = 0; bits < 32; ++bits) {
+    for (int bits = 0; bits < 192; ++bits) {
       hopper::VariantHooks hooks;
+      hooks.shift = bits / 32 % 2 == 1;
+      hooks.keys = static_cast<hopper::KeyPlace>(bits / 64);
       hooks.bias = static_cast<hopper::BiasForm>(bias);
       hooks.softcap = (bits & 1) != 0;
       hooks.alibi = (bits & 2) != 0;

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "ampere/plan.h"
+#include "hopper/plan.h"
 #include "host/features.h"
 #include "host/shape.h"
 #include "host/validate.h"
@@ -170,6 +172,98 @@ TEST(KeyPlaces, CpuServesThemAndNoBackwardOfPages) {
                 std::string::npos)
           << status.message();
     }
+  }
+}
+
+KernelInfo gpu_row(Backend backend, MaskKind mask) {
+  return KernelInfo{"row", backend, Pass::forward, DType::bf16, 128, 128, mask, true, {}};
+}
+
+// The texts of the kernels that a plan has compiled.
+template <class Configure, class List>
+std::string text_of(const ForwardProblem& problem, const KernelInfo& row, const DeviceProps& device,
+                    Configure configure, List list) {
+  ForwardPlan plan;
+  plan.problem = host::canonical(problem);
+  plan.device = device;
+  plan.kernel = &row;
+  configure(&plan);
+  std::vector<jit::Request> requests;
+  EXPECT_TRUE(list(plan, &requests).ok());
+  return requests.size() == 1 ? requests[0].source : "";
+}
+
+TEST(KeyPlaces, GpuKernelsAreCompiledForTheirSource) {
+  ForwardProblem shifted = ranged_problem();
+  shifted.has_mask_shift = true;
+  const struct {
+    ForwardProblem problem;
+    const char* source;
+  } cases[] = {{packed_problem(), nullptr},
+               {ranged_problem(), "KeySource{true, false, false}"},
+               {shifted, "KeySource{true, false, true}"},
+               {paged_problem(), "KeySource{false, true, false}"}};
+  const KernelInfo hopper_row = gpu_row(Backend::hopper, MaskKind::full);
+  const KernelInfo ampere_row = gpu_row(Backend::ampere, MaskKind::full);
+  for (const auto& c : cases) {
+    const std::string texts[] = {
+        text_of(c.problem, hopper_row, h100(), hopper::configure_forward,
+                [](const ForwardPlan& plan, std::vector<jit::Request>* requests) {
+                  return hopper::list_kernels(plan, requests);
+                }),
+        text_of(c.problem, ampere_row, a100(), ampere::configure_forward,
+                [](const ForwardPlan& plan, std::vector<jit::Request>* requests) {
+                  return ampere::list_kernels(plan, requests);
+                })};
+    for (const std::string& text : texts) {
+      EXPECT_EQ(text.empty(), c.source == nullptr) << text;
+      if (c.source != nullptr) {
+        EXPECT_NE(text.find(c.source), std::string::npos) << text;
+      }
+    }
+  }
+}
+
+// Pages that TMA cannot copy go to Ampere kernels, on an H100 too, whatever the build holds.
+TEST(KeyPlaces, PagesOfOddSizesGoToAmpereKernels) {
+  ForwardProblem p = paged_problem();
+  p.page_size = 8;
+  p.max_pages = 128;
+  p.table_stride = 128;
+  const ForwardProblem odd = host::canonical(p);
+  EXPECT_STREQ(
+      hopper::accept_forward(gpu_row(Backend::hopper, MaskKind::full), odd, h100()).message(),
+      "needs page_size to be a multiple of 16, it is 8");
+  EXPECT_TRUE(ampere::accept_forward(gpu_row(Backend::ampere, MaskKind::full), odd, h100()).ok());
+  const ForwardProblem even = host::canonical(paged_problem());
+  EXPECT_TRUE(hopper::accept_forward(gpu_row(Backend::hopper, MaskKind::full), even, h100()).ok());
+  p = paged_problem();
+  p.k.batch = p.v.batch = 0;
+  EXPECT_STREQ(
+      hopper::accept_forward(gpu_row(Backend::hopper, MaskKind::full), host::canonical(p), h100())
+          .message(),
+      "needs pages that are not expanded");
+}
+
+// What TMA and 16-byte stores can write: any order of the axes.
+TEST(KeyPlaces, GpuKernelsWriteAnyOrderOfAxes) {
+  ForwardProblem p = forward_problem();
+  const std::int64_t n = p.seqlen_q, h = p.heads_q, d = p.head_dim, b = p.batch;
+  const Layout layouts[] = {{n * h * d, d, n * d, 16},  // [b, h, s, d]
+                            {d, b * h * d, b * d, 16},  // [s, h, b, d]
+                            {n * d, d, b * n * d, 16},  // [h, b, s, d]
+                            {n * (h * d + 8), h * d + 8, d, 16}};
+  for (const Layout& layout : layouts) {
+    p.o = layout;
+    EXPECT_TRUE(host::validate(p).ok());
+    EXPECT_TRUE(hopper::accept_forward(gpu_row(Backend::hopper, MaskKind::full), p, h100()).ok());
+    EXPECT_TRUE(ampere::accept_forward(gpu_row(Backend::ampere, MaskKind::full), p, a100()).ok());
+    BackwardProblem backward = backward_problem();
+    backward.grad_q = layout;
+    EXPECT_TRUE(host::validate(backward).ok());
+    const KernelInfo row{"row", Backend::hopper, Pass::backward, DType::bf16, 128,
+                         128,   MaskKind::full,  true,           {}};
+    EXPECT_TRUE(hopper::accept_backward(row, host::canonical(backward), h100()).ok());
   }
 }
 

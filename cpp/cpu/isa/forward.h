@@ -30,7 +30,7 @@ constexpr int kWays = 4;  // keys at a time in the softmax: independent chains, 
 // A block of rows of one head, and one tile of rows in it.
 struct ForwardBlock {
   int batch, head;
-  core::Mask mask;
+  core::ShiftedMask mask;
   Span rows;
 };
 
@@ -51,7 +51,8 @@ PANTILE_INLINE RowTile row_tile(const ForwardBlock& block, int place) {
 }
 
 // Hides scores by the mask, and the rows of S^T between the last key and a multiple of kWays.
-inline void hide_scores(const core::Mask& mask, const RowTile& tile, Span keys, float* scores) {
+inline void hide_scores(const core::ShiftedMask& mask, const RowTile& tile, Span keys,
+                        float* scores) {
   const Ints lanes = lane_numbers();
   for (int key = keys.begin; key < keys.end; ++key, scores += kForwardRows) {
     const Span seen = core::visible_rows(mask, key);

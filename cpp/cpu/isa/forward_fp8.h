@@ -88,7 +88,7 @@ inline void decode_codes(const std::uint8_t* codes, int count, float* out) {
 // A block of rows of one head with the state of its softmax.
 struct Fp8Block {
   int batch, head;
-  core::Mask mask;
+  core::ShiftedMask mask;
   Span rows;                              // of the sequence
   std::int64_t first_row_q, first_row_k;  // of the sequence, among the rows of a head
   int vectors;                            // of rows
@@ -329,7 +329,7 @@ inline void stream_keys_fp8(const Fp8ForwardJob& job, const Fp8Scratch& scratch,
 
 // Whether the row sees a key whose value in this channel is not finite. `words`: the channel's bits
 // of the block of 128 keys that starts at `first_key`.
-PANTILE_INLINE bool sees_nonfinite(const core::Mask& mask, int row, int first_key,
+PANTILE_INLINE bool sees_nonfinite(const core::ShiftedMask& mask, int row, int first_key,
                                    const std::uint32_t* words) {
   const Span seen = core::visible_keys(mask, row);
   const int end = core::min_of(seen.end - first_key, core::kBlockedRows);

@@ -231,7 +231,7 @@ inline void hide_unshown(const std::uint8_t* bytes, int keys, int vectors, float
 
 // Both masks of a query head, for single pairs.
 struct VisiblePairs {
-  const core::Mask& window;
+  const core::ShiftedMask& window;
   const MaskJob& mask;
   int batch, head;
   bool operator()(int row, int key) const {

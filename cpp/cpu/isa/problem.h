@@ -50,7 +50,7 @@ PANTILE_INLINE float* head_values(const RowValues& values, const Side& rows, int
 }
 
 // Keys that some row of `rows` sees.
-PANTILE_INLINE Span keys_seen(const core::Mask& mask, Span rows) {
+PANTILE_INLINE Span keys_seen(const core::ShiftedMask& mask, Span rows) {
   return Span{core::visible_keys(mask, rows.begin).begin,
               core::visible_keys(mask, rows.end - 1).end};
 }

@@ -122,8 +122,8 @@ inline void score_rows(const ScoreJob& score, int batch, int head, Span rows, Sp
 // ---- scores of a tile
 
 // S^T of a tile, queries along the lanes, as the forward has it.
-inline void change_columns(const VariantJob& variant, const core::Mask& mask, int batch, int head,
-                           Span rows, Span keys, int ld, float* scores) {
+inline void change_columns(const VariantJob& variant, const core::ShiftedMask& mask, int batch,
+                           int head, Span rows, Span keys, int ld, float* scores) {
   const int vectors = core::ceil_div(rows.size(), kLanes);
   if (variant.softcap > 0.0f) {
     cap_scores(variant.softcap, keys.size(), vectors, ld, scores, nullptr);
@@ -155,8 +155,9 @@ struct ScoreSlopes {
 };
 
 // S of a tile, keys along the lanes, as the backward has it.
-inline void change_rows(const VariantJob& variant, const core::Mask& mask, int batch, int head,
-                        Span rows, Span keys, int ld, float* scores, const ScoreSlopes& slopes) {
+inline void change_rows(const VariantJob& variant, const core::ShiftedMask& mask, int batch,
+                        int head, Span rows, Span keys, int ld, float* scores,
+                        const ScoreSlopes& slopes) {
   const int vectors = core::ceil_div(keys.size(), kLanes);
   if (variant.softcap > 0.0f) {
     cap_scores(variant.softcap, rows.size(), vectors, ld, scores, slopes.softcap);

@@ -55,7 +55,7 @@ class ForwardBlock : VariantRows<Config, Variant> {
   using Softmax = SoftmaxRows<Config, kDType, Variant::kAdds>;
   using Scores = typename Softmax::Scores;
   using Weights = typename Softmax::Weights;
-  using Keys = ForwardKeys<Config, kMask>;
+  using Keys = ForwardKeys<Config, kMask, Variant::kSource>;
 
   Keys keys;
   Softmax softmax;

@@ -14,32 +14,58 @@
 
 namespace pantile::ampere {
 
-template <class Config, MaskKind kMask>
+template <bool kShift>
+struct MaskType {
+  using type = core::Mask;
+};
+template <>
+struct MaskType<true> {
+  using type = core::ShiftedMask;
+};
+
+template <class Config, MaskKind kMask, KeySource kSource = KeySource{}>
 class ForwardKeys {
   using KCopy = typename Config::KCopy;
   using VCopy = typename Config::VCopy;
   static constexpr int kTileQ = Config::kTileQ;
   static constexpr int kTileK = Config::kTileK;
+  using AnyMask = typename MaskType<kSource.shift>::type;
 
  public:
   static constexpr bool kLeftBound = kMask == MaskKind::window || kMask == MaskKind::any;
 
   PANTILE_DEVICE ForwardKeys(const ForwardParams& params, const ForwardWork& work)
       : params_(params), row0_(work.row0) {
-    const SequenceRows keys = sequence_rows(params.keys, work.sequence.batch);
+    SequenceRows keys = sequence_rows(params.keys, work.sequence.batch);
+    if constexpr (kSource.ranges) {
+      keys.first = params.k_begin[keys.batch];
+    }
     const int key_head = params.group.divide(work.head);
-    mask_ = core::Mask{work.sequence.length, keys.length,
-                       kLeftBound ? params.window_left : core::kNoBound,
-                       kLeftBound                ? params.window_right
-                       : kMask == MaskKind::full ? core::kNoBound
-                                                 : 0};
+    const core::Mask mask{work.sequence.length, keys.length,
+                          kLeftBound ? params.window_left : core::kNoBound,
+                          kLeftBound                ? params.window_right
+                          : kMask == MaskKind::full ? core::kNoBound
+                                                    : 0};
+    if constexpr (kSource.shift) {
+      mask_ = core::with_shift(mask, params.mask_shift[keys.batch]);
+    } else {
+      mask_ = mask;
+    }
     tiles_ = plan_tiles();
+    if constexpr (kSource.pages) {
+      // The first page's rows of the head, and the sequence's row of the table.
+      keys.batch = 0;
+      next_k_ = reinterpret_cast<const char*>(head_rows(params.k, keys, key_head).rows);
+      next_v_ = reinterpret_cast<const char*>(head_rows(params.v, keys, key_head).rows);
+      table_ = params.block_table + work.sequence.batch * params.table_stride;
+      return;
+    }
     const int last_tile = (tiles_.visit.end - 1) * kTileK;
     next_k_ = KCopy::source(head_rows(params.k, keys, key_head), last_tile);
     next_v_ = VCopy::source(head_rows(params.v, keys, key_head), last_tile);
   }
 
-  PANTILE_DEVICE const core::Mask& mask() const { return mask_; }
+  PANTILE_DEVICE const AnyMask& mask() const { return mask_; }
 
   // Key tiles to visit, and those of them that need no mask.
   PANTILE_DEVICE const core::TilePlan& tiles() const { return tiles_; }
@@ -64,6 +90,11 @@ class ForwardKeys {
   PANTILE_DEVICE void fetch_keys(int n, const void* to) {
     const KCopy copy(params_.head_dim);
     const bool wanted = n >= tiles_.visit.begin;
+    if constexpr (kSource.pages) {
+      copy.copy_rows_if(wanted, prim::shared_address(to), mask_.keys - n * kTileK,
+                        [&](int row) { return paged_row(next_k_, params_.k, n * kTileK + row); });
+      return;
+    }
     if constexpr (kMaybeRagged) {
       copy.copy_ragged_if(wanted, prim::shared_address(to), next_k_, params_.k_pass_bytes,
                           mask_.keys - n * kTileK);
@@ -77,6 +108,11 @@ class ForwardKeys {
   PANTILE_DEVICE void fetch_values(int n, const void* to) {
     const VCopy copy(params_.head_dim_v);
     const bool wanted = n >= tiles_.visit.begin;
+    if constexpr (kSource.pages) {
+      copy.copy_rows_if(wanted, prim::shared_address(to), mask_.keys - n * kTileK,
+                        [&](int row) { return paged_row(next_v_, params_.v, n * kTileK + row); });
+      return;
+    }
     if constexpr (kMaybeRagged) {
       copy.copy_ragged_if(wanted, prim::shared_address(to), next_v_, params_.v_pass_bytes,
                           mask_.keys - n * kTileK);
@@ -137,6 +173,12 @@ class ForwardKeys {
   }
 
  private:
+  // Key `key` of the sequence, which exists. `first`: slot 0 of page 0 of the head.
+  PANTILE_DEVICE const char* paged_row(const char* first, const Operand& x, int key) const {
+    const core::FastDivmod::Result at = params_.page_size.divmod(key);
+    return first + (__ldg(table_ + at.quotient) * x.batch + at.remainder * x.seq) * 2;
+  }
+
   // Without a left bound the tiles begin with 0, which the compiler should know.
   PANTILE_DEVICE core::TilePlan plan_tiles() const {
     if constexpr (kMask == MaskKind::full) {
@@ -157,11 +199,12 @@ class ForwardKeys {
 
   const ForwardParams& params_;
   int row0_;              // the block's first row, in the sequence
-  core::Mask mask_;       // of the sequence
+  AnyMask mask_;          // of the sequence
   core::TilePlan tiles_;  // of the block
   core::Span full_before_{0, 0};
-  const char* next_k_;  // what this thread copies next
+  const char* next_k_;  // what this thread copies next; of pages: see the constructor
   const char* next_v_;
+  const std::int32_t* table_ = nullptr;
 };
 
 }  // namespace pantile::ampere

@@ -57,6 +57,11 @@ inline ForwardParams forward_params(const ForwardPlan& plan, const ForwardTensor
   params.head_dim = static_cast<int>(p.head_dim);
   params.head_dim_v = static_cast<int>(p.head_dim_v);
   params.scale = logit_scale(p.scale);
+  params.k_begin = tensors.k_begin;
+  params.mask_shift = tensors.mask_shift;
+  params.block_table = tensors.block_table;
+  params.table_stride = p.table_stride;
+  params.page_size = core::FastDivmod(static_cast<int>(p.page_size > 0 ? p.page_size : 1));
   params.negate_q = p.scale < 0.0f;
   params.zero_q = p.scale == 0.0f;
   params.references = reference_rules(plan.softmax, p);

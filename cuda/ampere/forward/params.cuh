@@ -56,6 +56,17 @@ struct ForwardParams {
   bool zero_q;                    // the problem's scale is 0: Q counts as Q * 0
   ReferenceRules references;
   const float* sinks;  // [heads_q], natural logits; or null
+  // Of other key sources than rows of sequences (keys.cuh).
+  const std::int32_t *k_begin, *mask_shift, *block_table;
+  std::int64_t table_stride;  // between rows of the table
+  core::FastDivmod page_size;
+};
+
+// Where keys lie, and whether the caller gives the shift of the mask: part of a variant.
+struct KeySource {
+  bool ranges = false;  // the keys of a sequence begin at row k_begin[b]
+  bool pages = false;   // key j is slot j % page_size of page block_table[b][j / page_size]
+  bool shift = false;   // query i sits at key position i + mask_shift[b]
 };
 
 // Whether pipelined kernels with vector row sums take masked tiles in the order that needs fewer

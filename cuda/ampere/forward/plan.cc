@@ -63,7 +63,7 @@ Status softmax_rule(const KernelInfo& row, const ForwardProblem& p) {
         "has its softmax on vector units, softmax is tensor (there is one for head "
         "dims 64 and 128, full and causal masks)");
   }
-  if (variant_hooks(p).any() &&
+  if (variant_hooks(p).any_score() &&
       (softmax.mode != SoftmaxMode::exact || softmax.tensor_quarters != 0)) {
     return Status::error(StatusCode::unsupported,
                          "serves softcap, ALiBi and dropout with softmax_mode = exact and "
@@ -117,7 +117,7 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
   if (status.ok()) {
     status = variant_rule(problem, device);
   }
-  return status.ok() ? build_rule(row, device) : status;
+  return status.ok() ? build_rule(row, problem, device) : status;
 }
 
 void configure_forward(ForwardPlan* plan) {

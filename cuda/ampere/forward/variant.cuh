@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "ampere/forward/params.cuh"
 #include "attn/dropout.cuh"
 #include "attn/variant.cuh"
 #include "pantile/registry.h"
@@ -16,10 +17,12 @@
 
 namespace pantile::ampere {
 
-template <class Scoring = attn::NoVariant, class Dropping = attn::NoVariant>
+template <class Scoring = attn::NoVariant, class Dropping = attn::NoVariant,
+          KeySource kKeySource = KeySource{}>
 struct ForwardVariant {
   using Score = Scoring;
   using Drop = Dropping;
+  static constexpr KeySource kSource = kKeySource;
   static constexpr bool kScores = Scoring::kAny;  // changes scores
   static constexpr bool kAdds = Scoring::kAdds;   // by a term that is linear in the key
   static constexpr bool kDrops = Dropping::kDrops;
@@ -47,8 +50,9 @@ class VariantRows<Config, Variant, true> {
 
  protected:
   // `row`: of the lane's accumulators 0 and 1 of row tile 0, in its sequence.
+  template <class AnyMask>
   PANTILE_DEVICE void begin(const attn::VariantParams& params, int batch, int head, int row,
-                            const core::Mask& mask) {
+                            const AnyMask& mask) {
     params_ = &params;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {

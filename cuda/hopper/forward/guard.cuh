@@ -19,6 +19,7 @@
 #include "attn/mask.cuh"
 #include "attn/variant.cuh"
 #include "core/geometry.h"
+#include "hopper/forward/key_source.cuh"
 #include "hopper/forward/output.cuh"
 #include "hopper/forward/storage.cuh"
 #include "hopper/forward/walk.cuh"
@@ -106,14 +107,13 @@ class Guard {
 
 // Adds to the finished tile of O the non-finite values of V that the guards took out. One warp;
 // rare and slow. Lanes share the columns.
-template <ForwardConfig kConfig, DType kDType, class Walk, class Variant>
+template <ForwardConfig kConfig, DType kDType, class Walk, class Variant, KeySource kSource>
 PANTILE_DEVICE void repair(ForwardStorage<kConfig>& s, const ForwardParams& p,
                            [[maybe_unused]] const attn::VariantParams& variant_params,
                            const TileInfo& info, int place, const Walk& walk) {
-  const core::Mask mask{info.rows, info.keys, p.window_left, p.window_right};
+  const auto mask = mask_of<kSource>(p, info);
   const int row_end = core::min_of(info.row0 + kConfig.tile_q(), info.rows);
-  const auto* v = static_cast<const std::uint16_t*>(p.v) + info.batch * p.v_strides.batch +
-                  info.k_row * p.v_strides.seq + info.head / p.group * p.v_strides.head;
+  const std::uint16_t* const v = kSource.pages ? nullptr : value_row<kSource>(p, info, 0);
 #pragma unroll 1
   for (int step = info.visit_begin; step < info.visit_end; ++step) {
     if (step >= info.full_begin && step < info.full_end) {
@@ -123,9 +123,11 @@ PANTILE_DEVICE void repair(ForwardStorage<kConfig>& s, const ForwardParams& p,
     const int key_end = core::min_of((key_tile + 1) * kConfig.tile_k, info.keys);
 #pragma unroll 1
     for (int key = key_tile * kConfig.tile_k; key < key_end; ++key) {
+      const std::uint16_t* const paged = kSource.pages ? value_row<kSource>(p, info, key) : nullptr;
 #pragma unroll 1
       for (int column = prim::lane_index(); column < p.head_dim_v; column += 32) {
-        const std::uint16_t bits = v[key * p.v_strides.seq + column];
+        const std::uint16_t bits =
+            kSource.pages ? paged[column] : v[key * p.v_strides.seq + column];
         if (!prim::is_nonfinite<kDType>(bits)) {
           continue;
         }

@@ -58,7 +58,8 @@ PANTILE_DEVICE void init_storage(ForwardStorage<kConfig>& s) {
 }
 
 // The kernel, whose parameters are the launch's. Shape: a ForwardVariant; Walk: see walk.cuh.
-template <class Shape, DType kDType, class Variant, class Walk = SpanWalk>
+template <class Shape, DType kDType, class Variant, class Walk = SpanWalk,
+          KeySource kSource = KeySource{}>
 PANTILE_DEVICE void forward_body(const ForwardMaps& maps, const ForwardParams& params,
                                  const attn::VariantParams& variant_params) {
   constexpr ForwardConfig kConfig = Shape::kConfig;
@@ -86,13 +87,14 @@ PANTILE_DEVICE void forward_body(const ForwardMaps& maps, const ForwardParams& p
     switch (static_cast<HelperWarp>(warp)) {
       case HelperWarp::load:
         if (prim::elect_one()) {
-          Loader<kConfig, Shape::kMask, Walk, Variant::kMasks>(storage, maps, params,
-                                                               variant_params)
+          Loader<kConfig, Shape::kMask, Walk, kSource, Variant::kMasks>(storage, maps, params,
+                                                                        variant_params)
               .run();
         }
         break;
       case HelperWarp::store:
-        Storer<kConfig, kDType, Shape::kMask, Walk, Variant>(storage, maps, params, variant_params)
+        Storer<kConfig, kDType, Shape::kMask, Walk, kSource, Variant>(storage, maps, params,
+                                                                      variant_params)
             .run();
         break;
       case HelperWarp::guard0:
@@ -106,8 +108,8 @@ PANTILE_DEVICE void forward_body(const ForwardMaps& maps, const ForwardParams& p
     }
   } else {
     prim::grow_registers<kConfig.math_registers()>();
-    MathWarpgroup<kConfig, kDType, Shape::kMask, Variant, Walk>(storage, params, variant_params,
-                                                                warp / 4 - 1, warp % 4)
+    MathWarpgroup<kConfig, kDType, Shape::kMask, Variant, Walk, kSource>(
+        storage, params, variant_params, warp / 4 - 1, warp % 4)
         .run();
   }
 }

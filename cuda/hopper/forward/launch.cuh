@@ -29,9 +29,10 @@ inline Strides strides_of(const Layout& layout, bool packed) {
 inline Status forward_maps(const ForwardConfig& config, const ForwardProblem& p,
                            const ForwardTensors& t, ForwardMaps* maps) {
   const std::int64_t batch_q = p.packed_q ? 1 : p.batch;
-  const std::int64_t batch_k = p.packed_k ? 1 : p.batch;
+  const bool paged = p.page_size > 0;
+  const std::int64_t batch_k = paged ? p.pages : p.packed_k ? 1 : p.batch;
   const std::int64_t rows_q = p.packed_q ? p.total_q : p.seqlen_q;
-  const std::int64_t rows_k = p.packed_k ? p.total_k : p.seqlen_k;
+  const std::int64_t rows_k = paged ? p.page_size : p.packed_k ? p.total_k : p.seqlen_k;
   const MappedTensor q{"q", t.q, p.dtype, batch_q, rows_q, p.heads_q, p.head_dim, p.q};
   const MappedTensor o{"o", t.o, p.dtype, batch_q, rows_q, p.heads_q, p.head_dim_v, p.o};
   const MappedTensor k{"k", t.k, p.dtype, batch_k, rows_k, p.heads_k, p.head_dim, p.k};
@@ -40,14 +41,15 @@ inline Status forward_maps(const ForwardConfig& config, const ForwardProblem& p,
   if (status.ok() && !p.output_f32) {
     status = encode_tensor_map(o, config.o_tile(), &maps->o);
   }
-  if (rows_k == 0) {
+  if (rows_k == 0 || batch_k == 0) {
     return status;  // nothing to read: ForwardParams::no_keys
   }
+  const tile::PanelTile chunk{page_chunk(p.page_size, config.tile_k), tile::kPanelColumns};
   if (status.ok()) {
-    status = encode_tensor_map(k, config.k_tile(), &maps->k);
+    status = encode_tensor_map(k, paged ? chunk : config.k_tile(), &maps->k);
   }
   if (status.ok()) {
-    status = encode_tensor_map(v, config.v_tile(), &maps->v);
+    status = encode_tensor_map(v, paged ? chunk : config.v_tile(), &maps->v);
   }
   return status;
 }
@@ -57,7 +59,8 @@ inline ForwardParams forward_params(const ForwardConfig& config, const ForwardPl
   const ForwardProblem& p = plan.problem;
   const MaskKind mask = mask_kind(p);
   const core::Mask bounds = core::make_mask(0, 0, p.window_left, p.window_right);
-  const std::int64_t rows_k = p.packed_k ? p.total_k : p.seqlen_k;
+  const bool paged = p.page_size > 0;
+  const std::int64_t rows_k = paged || p.packed_k ? p.total_k : p.seqlen_k;
   ForwardParams params{};
   params.order = forward_order(p, mask, config.tile_q());
   params.heads_q = static_cast<int>(p.heads_q);
@@ -97,6 +100,13 @@ inline ForwardParams forward_params(const ForwardConfig& config, const ForwardPl
   const std::int64_t low_row = p.heads_q * p.head_dim_v;
   params.low_strides = Strides{p.packed_q ? 0 : p.seqlen_q * low_row, low_row, p.head_dim_v};
   params.sinks = p.variant.has_sinks ? t.variant.sinks : nullptr;
+  params.k_begin = t.k_begin;
+  params.mask_shift = t.mask_shift;
+  params.block_table = t.block_table;
+  params.table_stride = p.table_stride;
+  params.page_size = core::FastDivmod(static_cast<int>(paged ? p.page_size : 1));
+  params.page_chunk = page_chunk(p.page_size, config.tile_k);
+  params.pages = static_cast<int>(p.pages);
   return params;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/geometry.h"
+#include "hopper/forward/key_source.cuh"
 #include "hopper/forward/storage.cuh"
 #include "hopper/forward/walk.cuh"
 #include "prim/tma.cuh"
@@ -36,7 +37,8 @@ PANTILE_DEVICE bool locate_rows(const ForwardParams& p, int work, TileInfo& info
 }
 
 // kAllMasked: the variant may hide pairs of any tile.
-template <ForwardConfig kConfig, MaskKind kMask, class Walk, bool kAllMasked = false>
+template <ForwardConfig kConfig, MaskKind kMask, class Walk, KeySource kSource,
+          bool kAllMasked = false>
 class Loader {
  public:
   PANTILE_DEVICE Loader(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
@@ -140,7 +142,7 @@ class Loader {
       }
       my_.has_claim = false;
       if (locate_rows<kConfig.tile_q()>(p_, walk_.work(work()), info)) {
-        walk_.template locate<kConfig.tile_q(), kConfig.tile_k>(p_, info);
+        walk_.template locate<kConfig.tile_q(), kConfig.tile_k, kSource>(p_, info);
         if constexpr (kAllMasked) {
           info.full_begin = info.full_end = info.visit_begin;
         }
@@ -289,8 +291,13 @@ class Loader {
       return;
     }
     prim::arrive_and_expect(full, kTile.bytes());
-    copy_panels<kTile>(to, map, full, row_ + walk_.tile(left) * kConfig.tile_k, head_, batch_,
-                       panels_per_copy);
+    if constexpr (kSource.pages) {
+      const TileInfo& info = described(my_.tile);
+      copy_pages<kTile>(to, map, full, p_, info, (info.visit_begin + left) * kConfig.tile_k);
+    } else {
+      copy_panels<kTile>(to, map, full, row_ + walk_.tile(left) * kConfig.tile_k, head_, batch_,
+                         panels_per_copy);
+    }
   }
 
   // More than one copy only where the rows of the tensor are not whole panels.

@@ -14,6 +14,7 @@
 #include "attn/mask.cuh"
 #include "attn/softmax.cuh"
 #include "attn/variant.cuh"
+#include "hopper/forward/key_source.cuh"
 #include "hopper/forward/low_bits.cuh"
 #include "hopper/forward/output.cuh"
 #include "hopper/forward/products.cuh"
@@ -26,7 +27,8 @@
 
 namespace pantile::hopper {
 
-template <ForwardConfig kConfig, DType kDType, MaskKind kMask, class Variant, class Walk>
+template <ForwardConfig kConfig, DType kDType, MaskKind kMask, class Variant, class Walk,
+          KeySource kSource>
 class MathWarpgroup {
  public:
   PANTILE_DEVICE MathWarpgroup(ForwardStorage<kConfig>& storage, const ForwardParams& params,
@@ -98,7 +100,7 @@ class MathWarpgroup {
     if constexpr (kMask == MaskKind::full) {
       keys_ = prim::uniform(next.keys);
     } else {
-      position0_ = prim::uniform(next.row0 + next.keys - next.rows);
+      position0_ = prim::uniform(position_of<kSource>(p_, next, next.row0));
     }
     if constexpr (kRowsDiffer) {
       careful_ = prim::uniform(next.careful) != 0;
@@ -167,8 +169,8 @@ class MathWarpgroup {
       const TileInfo& now = info(tile_);
       const int row = now.row0 + group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_);
       variant_.begin(variant_params_,
-                     attn::FragmentPlace{now.batch, now.head, row, row + now.keys - now.rows,
-                                         now.rows, now.keys});
+                     attn::FragmentPlace{now.batch, now.head, row,
+                                         position_of<kSource>(p_, now, row), now.rows, now.keys});
     }
   }
 

@@ -2,12 +2,20 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 
 #include "core/tile_order.h"
 #include "pantile/problem.h"
 #include "pantile/registry.h"
 
 namespace pantile::hopper {
+
+// Pages of keys are read in pieces that lie in one page and one tile.
+inline constexpr int kPageMultiple = 16;
+
+inline int page_chunk(std::int64_t page_size, int tile_k) {
+  return static_cast<int>(std::gcd(page_size, static_cast<std::int64_t>(tile_k)));
+}
 
 // Do tiles differ in length? Then blocks claim them one by one from a counter, longest first;
 // otherwise each block takes every blocks-th tile.

@@ -30,9 +30,10 @@ Status shape_rule(const ForwardProblem& p) {
 
 Status tensor_rules(const ForwardProblem& p) {
   const std::int64_t batch_q = p.packed_q ? 1 : p.batch;
-  const std::int64_t batch_k = p.packed_k ? 1 : p.batch;
+  const bool paged = p.page_size > 0;
+  const std::int64_t batch_k = paged ? p.pages : p.packed_k ? 1 : p.batch;
   const std::int64_t rows_q = p.packed_q ? p.total_q : p.seqlen_q;
-  const std::int64_t rows_k = p.packed_k ? p.total_k : p.seqlen_k;
+  const std::int64_t rows_k = paged ? p.page_size : p.packed_k ? p.total_k : p.seqlen_k;
   const Status rules[] = {
       tensor_rule("q", p.q, p.dtype, batch_q, rows_q, p.heads_q, false),
       tensor_rule("k", p.k, p.dtype, batch_k, rows_k, p.heads_k, false),
@@ -52,6 +53,18 @@ Status tensor_rules(const ForwardProblem& p) {
   return Status();
 }
 
+// A copy moves keys of one page, and swizzled tiles are made of 8 rows.
+Status pages_rule(const ForwardProblem& p) {
+  if (p.page_size % kPageMultiple != 0) {
+    return Status::error(kUnsupported, "needs page_size to be a multiple of %d, it is %" PRId64,
+                         kPageMultiple, p.page_size);
+  }
+  if (p.page_size > 0 && p.pages > 1 && (p.k.batch == 0 || p.v.batch == 0)) {
+    return Status::error(kUnsupported, "needs pages that are not expanded");
+  }
+  return Status();
+}
+
 }  // namespace
 
 Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
@@ -65,6 +78,9 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
   }
   if (status.ok()) {
     status = tensor_rules(problem);
+  }
+  if (status.ok()) {
+    status = pages_rule(problem);
   }
   if (status.ok()) {
     status = variant_rule(problem);

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/integer.h"
 #include "core/tile_order.h"
 #include "hopper/forward/config.h"
 #include "hopper/forward/roles.cuh"
@@ -57,6 +58,13 @@ struct ForwardParams {
   Strides low_strides;  // of o_low, which is contiguous
 
   const float* sinks;  // [heads_q], natural logits, unscaled; or null
+
+  // Of other key sources than rows of sequences (key_source.cuh).
+  const std::int32_t *k_begin, *mask_shift, *block_table;
+  std::int64_t table_stride;  // between rows of the table
+  core::FastDivmod page_size;
+  int page_chunk;  // keys of a tile that lie in one page: divides page_size and the tile
+  int pages;       // of the tensors
 };
 
 // One tile of rows of one head, written by the loader, read by all others. `visit_end` 0 stands for

@@ -9,7 +9,8 @@
 
 namespace pantile::hopper {
 
-template <ForwardConfig kConfig, DType kDType, MaskKind kMask, class Walk, class Variant>
+template <ForwardConfig kConfig, DType kDType, MaskKind kMask, class Walk, KeySource kSource,
+          class Variant>
 class Storer {
  public:
   PANTILE_DEVICE Storer(ForwardStorage<kConfig>& storage, const ForwardMaps& maps,
@@ -61,7 +62,7 @@ class Storer {
     __syncwarp();
     if (s_.needs_repair[ring] != 0) {
       walk_.template begin<kConfig.tile_q()>(p_, info);
-      repair<kConfig, kDType, Walk, Variant>(s_, p_, variant_params_, info, place, walk_);
+      repair<kConfig, kDType, Walk, Variant, kSource>(s_, p_, variant_params_, info, place, walk_);
       if (p_.output_f32) {
         repair_float32<kConfig, kDType>(s_, p_, info, place);
       }

@@ -13,6 +13,7 @@
 #include "attn/tile_mask.cuh"
 #include "attn/variant_params.h"
 #include "core/geometry.h"
+#include "hopper/forward/key_source.cuh"
 #include "hopper/forward/storage.cuh"
 #include "tile/fragment.cuh"
 
@@ -20,20 +21,12 @@ namespace pantile::hopper {
 
 // Which keys these rows visit. A tile of rows without keys visits one tile, wholly masked, so that
 // its output comes out as zeros like any other.
-template <int kTileRows, int kTileKeys>
+template <int kTileRows, int kTileKeys, KeySource kSource>
 PANTILE_DEVICE void locate_keys(const ForwardParams& p, TileInfo& info) {
-  info.k_row = 0;
-  info.keys = p.seqlen_k;
-  if (p.cu_seqlens_k != nullptr) {
-    info.k_row = p.cu_seqlens_k[info.batch];
-    info.keys = p.cu_seqlens_k[info.batch + 1] - info.k_row;
-  }
-  if (p.seqused_k != nullptr) {
-    info.keys = core::clamp(p.seqused_k[info.batch], 0, info.keys);
-  }
+  locate_sequence_keys<kSource>(p, info);
   info.k_head = info.head / p.group * p.k_steps.head;
   info.k_batch = info.batch * p.k_steps.batch;
-  const core::Mask mask{info.rows, info.keys, p.window_left, p.window_right};
+  const auto mask = mask_of<kSource>(p, info);
   const core::Span rows{info.row0, core::min_of(info.row0 + kTileRows, info.rows)};
   core::TilePlan plan = core::plan_row_tile(mask, rows, kTileKeys);
   if (plan.visit.empty()) {
@@ -72,9 +65,9 @@ struct SpanWalk {
   PANTILE_DEVICE static int work(int claimed) { return claimed; }
 
   // Completes the description of a tile of rows by what it visits.
-  template <int kTileRows, int kTileKeys>
+  template <int kTileRows, int kTileKeys, KeySource kSource>
   PANTILE_DEVICE static void locate(const ForwardParams& p, TileInfo& info) {
-    locate_keys<kTileRows, kTileKeys>(p, info);
+    locate_keys<kTileRows, kTileKeys, kSource>(p, info);
   }
 
   template <int kTileRows>
