@@ -36,11 +36,10 @@ inline Status device_rule(const DeviceProps& device) {
 // to be tested there: hopper rows are faster, after a copy where they want one. Compiling the PTX
 // for later GPUs at the first call would take the driver up to half a minute a row. Asked last, of
 // problems that a row would serve.
-inline Status build_rule(const KernelInfo& row, const ForwardProblem& p,
-                         const DeviceProps& device) {
-  // Those of pages are compiled at run time, for any GPU.
-  if (device.compute_major == 9 && p.page_size == 0 && row.dtype != DType::f32 &&
-      !kAmpereOnHopper) {
+// `at_run_time`: the kernel is compiled there, for any GPU.
+inline Status build_rule(const KernelInfo& row, const DeviceProps& device,
+                         bool at_run_time = false) {
+  if (device.compute_major == 9 && !at_run_time && row.dtype != DType::f32 && !kAmpereOnHopper) {
     return Status::error(StatusCode::unsupported,
                          "kernel not built for compute capability %d.%d of device %d; configure "
                          "with PANTILE_AMPERE_ON_HOPPER=ON",

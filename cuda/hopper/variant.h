@@ -67,6 +67,11 @@ inline constexpr int kVariantKernels = kBiasForms * 32 * 6;
 VariantHooks variant_hooks(const ForwardProblem& problem);
 VariantHooks variant_hooks(const BackwardProblem& problem);
 
+// f16 holds scores more exactly than the fast tanh gives them.
+constexpr bool needs_exact_softcap(DType dtype) {
+  return dtype == DType::f16;
+}
+
 // "softcap+dropout", for messages.
 std::string variant_name(const VariantHooks& hooks);
 

@@ -185,6 +185,12 @@ PANTILE_INLINE std::int64_t slope_number(const BackwardJob& job, const KeyBlock&
          block.index;
 }
 
+// Keys of a subtile, `place` behind the block's first.
+inline Span keys_at(const KeyBlock& block, int place) {
+  const int begin = block.keys.begin + place;
+  return Span{begin, core::min_of(begin + kBackwardKeys, block.keys.end)};
+}
+
 // Stage 2 for one row tile. `keys_not_finite` are the block's keys if some of their values were
 // dropped.
 template <class Math>
@@ -201,8 +207,7 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
   RowSums row_sums(job, block, tile, scratch.grad_queries);
   float* sums = nullptr;
   for (int place = 0; place < block.keys.size(); place += kBackwardKeys) {
-    const int begin = block.keys.begin + place;
-    const Span keys{begin, core::min_of(begin + kBackwardKeys, block.keys.end)};
+    const Span keys = keys_at(block, place);
     const core::TilePlan plan = core::plan_key_tile(block.mask, keys, kBackwardRows);
     if (tile.index < plan.visit.begin || tile.index >= plan.visit.end) {
       continue;

@@ -54,7 +54,7 @@ inline void add_captured_head(const BackwardJob& job, int batch, int head,
                               const BackwardScratch& scratch, double* sums) {
   const Extent q = extent_of(job.q.side, batch);
   const Extent k = extent_of(job.k.side, batch);
-  const core::Mask mask = mask_of(job, batch, q.length, k.length);
+  const core::ShiftedMask mask = mask_of(job, batch, q.length, k.length);
   const int key_head = job.heads.key_head(head);
   Machine machine(job.variant.score.gradients, job.variant.score.captured, batch, head);
   for (int begin = 0; begin < k.length; begin += kBackwardKeys) {

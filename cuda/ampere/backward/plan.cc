@@ -113,7 +113,7 @@ Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
                       "has no gradient of ALiBi slopes beside a softcap (variant.softcap is %g)",
                       static_cast<double>(problem.forward.variant.softcap));
   }
-  return status.ok() ? build_rule(row, problem.forward, device) : status;
+  return status.ok() ? build_rule(row, device) : status;
 }
 
 void configure_backward(BackwardPlan* plan) {

@@ -117,7 +117,7 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
   if (status.ok()) {
     status = variant_rule(problem, device);
   }
-  return status.ok() ? build_rule(row, problem, device) : status;
+  return status.ok() ? build_rule(row, device, problem.page_size > 0) : status;
 }
 
 void configure_forward(ForwardPlan* plan) {

@@ -4,6 +4,7 @@
 
 #include "attn/variant_grad.cuh"
 #include "hopper/backward/fragment.cuh"
+#include "hopper/backward/paired_scores.cuh"
 #include "hopper/backward/params.cuh"
 #include "hopper/backward/storage.cuh"
 #include "hopper/backward/sum.cuh"
@@ -87,16 +88,18 @@ class PairedSteps {
   PANTILE_DEVICE void issue_S() {
     prim::wait(storage_.query.full[next_query_.stage], next_query_.parity);
     const int stage = next_query_.stage;
-    issue_scores<!kHooks.raw()>(S_, k_, q_ + prim::descriptor_step(stage * sizeof(storage_.q[0])),
-                                lse_ + prim::descriptor_step(stage * sizeof(storage_.lse[0])));
+    issue_scores<Config, !kHooks.raw()>(
+        S_, ones_, k_, q_ + prim::descriptor_step(stage * sizeof(storage_.q[0])),
+        lse_ + prim::descriptor_step(stage * sizeof(storage_.lse[0])));
     next_query_.advance();
   }
 
   PANTILE_DEVICE void issue_dP() {
     prim::wait(storage_.grad.full[next_grad_.stage], next_grad_.parity);
     const int stage = next_grad_.stage;
-    issue_scores<true>(dP_, v_, grad_o_ + prim::descriptor_step(stage * sizeof(storage_.grad_o[0])),
-                       delta_ + prim::descriptor_step(stage * sizeof(storage_.delta[0])));
+    issue_scores<Config, true>(dP_, ones_, v_,
+                               grad_o_ + prim::descriptor_step(stage * sizeof(storage_.grad_o[0])),
+                               delta_ + prim::descriptor_step(stage * sizeof(storage_.delta[0])));
     next_grad_.advance();
   }
 
@@ -410,27 +413,6 @@ class PairedSteps {
                        variant_.slope_sum());
     }
     variant_.finish_head(variant_params_);
-  }
-
-  // A x B^T over the head dim, both k-major; `terms` are added if kTerms.
-  template <bool kTerms>
-  PANTILE_DEVICE void issue_scores(float (&to)[kScores], std::uint32_t a, std::uint32_t b,
-                                   std::uint32_t terms) {
-    prim::wgmma_fence();
-    if constexpr (!kTerms) {
-      prim::wgmma_ss_write<kDType, prim::Major::k, prim::Major::k>(to, a, b);
-    } else if constexpr (kRowSplit) {
-      prim::wgmma_terms_ss(to, ones_, terms);
-    } else {
-      prim::wgmma_terms_rs(to, ones_, 0u, terms);
-    }
-#pragma unroll
-    for (int k = kTerms ? 0 : 1; k < Config::kHeadDim / 16; ++k) {
-      prim::wgmma_ss<kDType, prim::Major::k, prim::Major::k>(
-          to, a + prim::descriptor_step(k / 4 * Config::kTileK * 128 + k % 4 * 32),
-          b + prim::descriptor_step(k / 4 * kRowPanel + k % 4 * 32));
-    }
-    prim::wgmma_commit();
   }
 
   PairedStorage<Config>& storage_;

@@ -14,7 +14,6 @@
 #include "attn/mask.cuh"
 #include "attn/softmax.cuh"
 #include "attn/variant.cuh"
-#include "hopper/forward/key_source.cuh"
 #include "hopper/forward/low_bits.cuh"
 #include "hopper/forward/output.cuh"
 #include "hopper/forward/products.cuh"
@@ -97,16 +96,14 @@ class MathWarpgroup {
     full_end_ = prim::uniform(next.full_end);
     clear_tail_ = prim::uniform(next.clear_tail) != 0;
     walk_.template begin<kTileQ>(p_, next);
-    if constexpr (kMask == MaskKind::full) {
+    if constexpr (kMask != MaskKind::causal) {
       keys_ = prim::uniform(next.keys);
-    } else {
+    }
+    if constexpr (kMask != MaskKind::full) {
       position0_ = prim::uniform(position_of<kSource>(p_, next, next.row0));
     }
     if constexpr (kRowsDiffer) {
       careful_ = prim::uniform(next.careful) != 0;
-    }
-    if constexpr (kMask == MaskKind::window) {
-      keys_ = prim::uniform(next.keys);
     }
     if constexpr (kMaskedAtEnd) {
       visit_begin_ = prim::uniform(next.visit_begin);

@@ -1,0 +1,182 @@
+// The texts of kernels with hooks, which NVRTC compiles.
+#include "expression/print.h"
+#include "hopper/backward/config.h"
+#include "hopper/forward/config.h"
+#include "hopper/mask.h"
+#include "hopper/variant.h"
+
+namespace pantile::hopper {
+namespace {
+
+const char* text_of(bool value) {
+  return value ? "true" : "false";
+}
+
+// The type of the hooks, in the order of the formulas. The names Shape and kDType are those of the
+// text around.
+std::string forward_type(const KernelInfo& row, const VariantHooks& hooks) {
+  std::string type;
+  const auto add = [&type](const std::string& hook) {
+    type = type.empty() ? hook : "attn::Both<" + type + ", " + hook + ">";
+  };
+  if (hooks.softcap) {
+    add(std::string("attn::Softcap<") + text_of(needs_exact_softcap(row.dtype)) + ">");
+  }
+  if (hooks.bias != BiasForm::none) {
+    const bool is_f32 = hooks.bias == BiasForm::single32 || hooks.bias == BiasForm::pair32;
+    const bool pairs = hooks.bias == BiasForm::pair16 || hooks.bias == BiasForm::pair32;
+    add(std::string("attn::Bias<") + (is_f32 ? "DType::f32" : "kDType") + ", " + text_of(pairs) +
+        ", kTileK>");
+  }
+  if (hooks.alibi) {
+    // Causal rows see no key behind their position.
+    add(std::string("attn::Alibi<") + text_of(row.mask != MaskKind::causal) + ", kTileK>");
+  }
+  if (hooks.score != Expression::none) {
+    add("attn::UserScore");
+  }
+  if (hooks.mask != Expression::none) {
+    add("attn::UserMask");
+  }
+  if (hooks.dropout) {
+    add("attn::Dropout<kTileK>");
+  }
+  return type.empty() ? "attn::NoVariant" : type;
+}
+
+// The type of the walk: `listed` of the mask, or `plain`.
+std::string walk_type(const VariantHooks& hooks, const char* listed, const char* plain) {
+  return hooks.mask_forms == 0
+             ? plain
+             : std::string(listed) + "<attn::StoredMask<" + std::to_string(hooks.mask_forms) +
+                   ", " + text_of(hooks.mask_clauses) + ">>";
+}
+
+// The value of a KeySource.
+std::string source_of(const VariantHooks& hooks) {
+  return std::string("KeySource{") + text_of(hooks.keys == KeyPlace::ranges) + ", " +
+         text_of(hooks.keys == KeyPlace::pages) + ", " + text_of(hooks.shift) + "}";
+}
+
+// The value of an attn::GradHooks.
+std::string grad_hooks(const KernelInfo& row, const VariantHooks& hooks) {
+  std::string text;
+  const auto add = [&text](bool on, const char* field) {
+    if (on) {
+      text += (text.empty() ? "." : ", .") + std::string(field);
+    }
+  };
+  const bool is_f32 = hooks.bias == BiasForm::single32 || hooks.bias == BiasForm::pair32;
+  add(hooks.softcap, "softcap = true");
+  add(hooks.softcap && needs_exact_softcap(row.dtype), "exact = true");
+  add(hooks.alibi, "alibi = true");
+  add(hooks.alibi && row.mask != MaskKind::causal, "behind = true");
+  add(hooks.bias != BiasForm::none, "bias = true");
+  add(hooks.bias != BiasForm::none, is_f32 ? "bias_dtype = DType::f32" : "bias_dtype = kDType");
+  add(hooks.dropout, "dropout = true");
+  add(hooks.grad_alibi, "grad_alibi = true");
+  add(hooks.grad_bias, "grad_bias = true");
+  add(hooks.mask_forms != 0, "lists = true");
+  add(hooks.has_expressions(), "user = 1");
+  if (hooks.score != Expression::none) {
+    const expression::Facts& facts = expression::programs_of(hooks.score).facts;
+    add(true, "score = true");
+    add(!facts.is_affine, "raw_score = true");
+    add(facts.has_bounded_slope, "bounded_slopes = true");
+  }
+  add(hooks.mask != Expression::none, "mask = true");
+  add(hooks.grad_captured != 0, "grad_captured = true");
+  return text;
+}
+
+// The structs of the expressions, in attn.
+std::string expression_text(const KernelInfo& row, const VariantHooks& hooks, bool backward) {
+  if (!hooks.has_expressions()) {
+    return std::string();
+  }
+  const bool exact = needs_exact_softcap(row.dtype);
+  std::string text = "namespace pantile::attn {\n";
+  std::string names;
+  if (hooks.score != Expression::none) {
+    const expression::Function& score = expression::function_of(hooks.score);
+    text += backward ? expression::print_backward_score(score, exact, hooks.grad_captured)
+                     : expression::print_forward_score(score, exact);
+  }
+  if (hooks.mask != Expression::none) {
+    const expression::Function& mask = expression::function_of(hooks.mask);
+    const int first = captured_count(hooks.score);
+    text += backward ? expression::print_backward_mask(mask, first)
+                     : expression::print_forward_mask(mask, first);
+  }
+  if (backward) {
+    text += std::string("template <>\nstruct UserHooks<1> {\n") + "  using Score = " +
+            (hooks.score != Expression::none ? "UserScore" : "UserHooks<0>::Score") +
+            ";\n  using Mask = " +
+            (hooks.mask != Expression::none ? "UserMask" : "UserHooks<0>::Mask") + ";\n};\n";
+  }
+  return text + "}  // namespace pantile::attn\n";
+}
+
+constexpr const char* kVariantEntry = "pantile_variant";
+constexpr const char* kOpening = "namespace pantile::hopper {\n";
+constexpr const char* kClosing = "}  // namespace pantile::hopper\n";
+
+// All but the text.
+jit::Request request_of(const KernelInfo& row, const VariantHooks& hooks) {
+  jit::Request request;
+  request.name = std::string(row.name) + " " + variant_name(hooks);
+  request.entry = std::string("pantile::hopper::") + kVariantEntry;
+  request.arch = 90;
+  return request;
+}
+
+}  // namespace
+
+jit::Request variant_request(const ForwardPlan& plan) {
+  const KernelInfo& row = *plan.kernel;
+  const VariantHooks hooks = variant_hooks(plan.problem);
+  const ForwardShapes shapes = forward_shapes(row.head_dim, row.head_dim_v, row.mask);
+  const bool main = plan.tile_q == shapes.main.tile_q() && plan.tile_k == shapes.main.tile_k;
+  jit::Request request = request_of(row, hooks);
+  request.source =
+      std::string("#include \"hopper/forward/kernel.cuh\"\n") + expression_text(row, hooks, false) +
+      kOpening + "using Shape = ForwardVariant<" + std::to_string(row.head_dim) + ", " +
+      std::to_string(row.head_dim_v) + ", MaskKind::" + mask_kind_name(row.mask) + ", " +
+      text_of(!main) + ">;\n" + "constexpr DType kDType = DType::" + dtype_name(row.dtype) + ";\n" +
+      "[[maybe_unused]] constexpr int kTileK = Shape::kConfig.tile_k;\n" +
+      "using Variant = " + forward_type(row, hooks) + ";\n" +
+      "extern \"C\" __global__ void __launch_bounds__(Shape::kConfig.threads(), 1)\n" +
+      kVariantEntry + "(const __grid_constant__ ForwardMaps maps,\n" +
+      "    const __grid_constant__ ForwardParams params,\n" +
+      "    const __grid_constant__ attn::VariantParams variant) {\n" +
+      "  forward_body<Shape, kDType, Variant, " + walk_type(hooks, "ListWalk", "SpanWalk") + ", " +
+      source_of(hooks) + ">(maps, params, variant);\n" + "}\n" + kClosing;
+  return request;
+}
+
+jit::Request variant_request(const BackwardPlan& plan) {
+  const KernelInfo& row = *plan.kernel;
+  const VariantHooks hooks = variant_hooks(plan.problem);
+  const char* const sum = plan.problem.deterministic ? "integer" : "floating";
+  const bool paired = plan.tile_k == 128;
+  jit::Request request = request_of(row, hooks);
+  request.name += std::string(" ") + sum;
+  request.source =
+      std::string("#include \"hopper/backward/kernel_") + (paired ? "paired" : "pipeline") +
+      ".cuh\"\n" + expression_text(row, hooks, true) + kOpening +
+      "constexpr DType kDType = DType::" + dtype_name(row.dtype) + ";\n" +
+      "constexpr SumKind kSum = SumKind::" + sum + ";\n" +
+      "using Config = BackwardConfig<kDType, " + std::to_string(row.head_dim) + ", " +
+      std::to_string(row.head_dim_v) + ", kSum>;\n" + "constexpr attn::GradHooks kHooks{" +
+      grad_hooks(row, hooks) + "};\n" +
+      "extern \"C\" __global__ void __launch_bounds__(Config::kThreads, 1)\n" + kVariantEntry +
+      "(const __grid_constant__ BackwardMaps maps,\n" +
+      "    const __grid_constant__ BackwardParams params,\n" +
+      "    const __grid_constant__ attn::VariantParams variant) {\n" + "  " +
+      (paired ? "paired" : "pipeline") + "_body<Config, MaskKind::" + mask_kind_name(row.mask) +
+      ", kSum, kHooks, " + walk_type(hooks, "ListRows", "SpanRows") +
+      ">(maps, params, variant);\n" + "}\n" + kClosing;
+  return request;
+}
+
+}  // namespace pantile::hopper
