@@ -285,6 +285,20 @@ PANTILE_DEVICE int class_of(int length) {
 
 inline constexpr int kClasses = 32;
 
+// Adds 1 to counters[at] for each lane that counts, lanes with the same counter together, and
+// returns what the lane found there. Lists are often equally long: one by one, a block's additions
+// to one counter would take longer than all else. All lanes of a warp call it.
+PANTILE_DEVICE int count_one(int* counters, int at, bool counts) {
+  const int lane = prim::lane_index();
+  const unsigned peers = __match_any_sync(prim::kAllLanes, counts ? at : -1);
+  const int leader = __ffs(static_cast<int>(peers)) - 1;
+  int found = 0;
+  if (counts && lane == leader) {
+    found = atomicAdd(counters + at, __popc(peers));
+  }
+  return __shfl_sync(prim::kAllLanes, found, leader) + __popc(peers & ((1u << lane) - 1));
+}
+
 // Where the items of a section begin that have a class: longer ones come first, those of all
 // sections, and in a class one section after the other. Adds up what all items have to say.
 PANTILE_DEVICE void find_class_starts(const OrderParams& p, int section, int (&starts)[kClasses]) {
@@ -294,12 +308,12 @@ PANTILE_DEVICE void find_class_starts(const OrderParams& p, int section, int (&s
     all[thread] = before[thread] = 0;
   }
   __syncthreads();
-  for (int work = thread; work < p.items; work += kOrderThreads) {
-    const int c = class_of(work_length(p, work));
-    atomicAdd(&all[c], 1);
-    if (work / p.section_items < section) {
-      atomicAdd(&before[c], 1);
-    }
+  for (int first = 0; first < p.items; first += kOrderThreads) {
+    const int work = first + thread;
+    const bool exists = work < p.items;
+    const int c = exists ? class_of(work_length(p, work)) : 0;
+    count_one(all, c, exists);
+    count_one(before, c, exists && work / p.section_items < section);
   }
   __syncthreads();
   if (thread < kClasses) {
@@ -359,8 +373,9 @@ PANTILE_DEVICE void order_work_body(const OrderParams& p) {
   };
   places[thread] = 0;
   __syncthreads();
-  for (int work = begin + thread; work < end; work += kOrderThreads) {
-    atomicAdd(&places[bucket(work_length(p, work))], 1);
+  for (int at = begin; at < end; at += kOrderThreads) {
+    const bool exists = at + thread < end;
+    count_one(places, exists ? bucket(work_length(p, at + thread)) : 0, exists);
   }
   __syncthreads();
   const int first = sum_before(places[thread]);
@@ -371,11 +386,14 @@ PANTILE_DEVICE void order_work_body(const OrderParams& p) {
     own_starts[thread] = places[kBuckets - (thread + 1) * part];
   }
   __syncthreads();
-  for (int work = begin + thread; work < end; work += kOrderThreads) {
-    const int4 item = describe_work(p, work);
-    const int c = class_of(item.z);
-    const int place = atomicAdd(&places[bucket(item.z)], 1);
-    reinterpret_cast<int4*>(p.lists.order)[class_starts[c] + place - own_starts[c]] = item;
+  for (int at = begin; at < end; at += kOrderThreads) {
+    const bool exists = at + thread < end;
+    const int4 item = exists ? describe_work(p, at + thread) : make_int4(0, 0, 0, 0);
+    const int place = count_one(places, bucket(item.z), exists);
+    if (exists) {
+      const int c = class_of(item.z);
+      reinterpret_cast<int4*>(p.lists.order)[class_starts[c] + place - own_starts[c]] = item;
+    }
   }
 }
 

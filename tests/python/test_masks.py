@@ -8,6 +8,7 @@ import operator
 import pantile
 import pytest
 import torch
+import torch._dynamo.testing
 from pantile._mask_forms import CombinableMask, CombinedMask, compiled_mask
 from support import Target, assert_same_bits, dense, packed
 from test_variants import arguments_of, assert_right, attend, serves
@@ -308,8 +309,8 @@ def holes(case, target: Target) -> pantile.BlockMask:
 @pytest.mark.parametrize("name", ["holes", "documents", "elements", "documents or prefix"])
 def test_many_tiles(name, dims, window):
     target = Target("hopper", "cuda")
-    sizes = {"rows": 2305, "keys": 2177, "heads": 16, "heads_k": 4}
-    case = dense(target, torch.bfloat16, 3, **sizes, head_dim=dims[0], head_dim_v=dims[1], **window)
+    sizes = {"rows": 2305, "keys": 2177, "heads": 12, "heads_k": 4}
+    case = dense(target, torch.bfloat16, 2, **sizes, head_dim=dims[0], head_dim_v=dims[1], **window)
     given = {"mask": holes(case, target) if name == "holes" else mask_of(name, case, target)}
     serves(case, target, given, True)
     assert_right(case, target, given)
@@ -336,7 +337,7 @@ def test_many_tiles_with_variants(name, names):
     """Rows without keys among them: with a sink their LSE is the sink's."""
     target = Target("hopper", "cuda")
     sizes = {"rows": 1700, "keys": 1700, "heads": 8, "heads_k": 2, "head_dim": 128}
-    case = dense(target, torch.bfloat16, 4, **sizes, causal=True)
+    case = dense(target, torch.bfloat16, 2, **sizes, causal=True)
     given = {"mask": holes(case, target) if name == "holes" else mask_of(name, case, target)}
     given |= arguments_of(names, case, target)
     serves(case, target, given, True)
@@ -360,10 +361,12 @@ def test_lengths_and_values_compile_nothing_again():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, fullgraph=True, backend=counter, dynamic=True)
-    for length in (300, 500, 1031, 129):
+    compiled(*inputs(300))
+    frames = counter.frame_count
+    for length in (500, 1031, 129):
         given = inputs(length)
         torch.testing.assert_close(compiled(*given), call(*given), rtol=0, atol=0)
-    assert counter.frame_count == 1
+    assert counter.frame_count == frames
     given = inputs(700)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
