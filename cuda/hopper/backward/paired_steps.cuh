@@ -4,7 +4,6 @@
 
 #include "attn/variant_grad.cuh"
 #include "hopper/backward/fragment.cuh"
-#include "hopper/backward/key_gradients.cuh"
 #include "hopper/backward/params.cuh"
 #include "hopper/backward/storage.cuh"
 #include "hopper/backward/sum.cuh"
@@ -79,6 +78,7 @@ class PairedSteps {
   }
 
   PANTILE_DEVICE void wait_keys() { prim::wait(storage_.key.full[0], keys_.parity); }
+
   PANTILE_DEVICE void wait_values() { prim::wait(storage_.value.full[0], keys_.parity); }
 
   // Requests S of the next tile of rows, which becomes the tile at work.
@@ -167,26 +167,17 @@ class PairedSteps {
   }
 
   PANTILE_DEVICE void compute_P() {
-    if constexpr (kHooks.softcap) {
-      variant_.cap(variant_params_, S_);
-    }
-    if (!kHooks.raw_score && is_masked()) {
-      mask_tile(S_, kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
-    }
-    if constexpr (kHooks.raw_score) {
+    if constexpr (kHooks.raw()) {
       float P[kScores];
-      variant_.weigh(variant_params_, place(), S_, P);
-      if (is_masked()) {
-        mask_tile(P, attn::kHiddenCapped);
-        mask_tile(S_, 0.0f);
-      }
-      scored_weights(P, S_, storage_.lse[query_stage()], variant_, variant_params_, place());
-      pack_fragment<kDType>(P_, P);
-    } else if constexpr (kHooks.softcap) {
-      float P[kScores];
-      capped_weights(P, S_, storage_.lse[query_stage()], variant_, variant_params_, place());
+      raw_weights<Config, kMask, kHooks>(
+          P, S_, tile_ < masked_before_ || (kMask == MaskKind::window && tile_ >= masked_from_),
+          *key_tile_, tile_, warpgroup_, storage_.lse[query_stage()], variant_, variant_params_);
       pack_fragment<kDType>(P_, P);
     } else {
+      if (tile_ < masked_before_ || (kMask == MaskKind::window && tile_ >= masked_from_)) {
+        mask_scores<kMask>(S_, key_tile_->mask, key_tile_->tile * Config::kTileK + warpgroup_ * 64,
+                           tile_ * kTileQ, params_.masked_score);
+      }
       if constexpr (kHooks.adds()) {
 #pragma unroll
         for (int i = 0; i < kScores; ++i) {
@@ -322,6 +313,7 @@ class PairedSteps {
   PANTILE_DEVICE int warpgroup() const { return warpgroup_; }
   PANTILE_DEVICE bool first_lane() const { return lane_ == 0; }
   PANTILE_DEVICE PairedStorage<Config>& storage() { return storage_; }
+
   // Returns at once while a tile of keys is at work. ptxas does not hoist a wgmma wait above
   // exponentials that stand before this one.
   PANTILE_DEVICE void pin_exponentials() { wait_keys(); }
@@ -336,8 +328,24 @@ class PairedSteps {
   }
 
   PANTILE_DEVICE void store(const KeyTile& key_tile) {
-    store_key_gradients<Config, kHooks.dropout>(params_, variant_params_, key_tile, warpgroup_, dK_,
-                                                dV_);
+    const bool packed = params_.keys.cu_seqlens != nullptr;
+    const int key = key_tile.tile * Config::kTileK + warpgroup_ * 64;
+    const int first_key = key_tile.first_key;
+    const int keys = key_tile.mask.keys;
+    store_fragment<kDType>(
+        gradient_rows(params_.grad_v, params_.grad_v_layout, key_tile, packed, first_key),
+        params_.grad_v_layout.seq, dV_, kHooks.dropout ? variant_params_.keep_scale : 1.0f, key,
+        keys, params_.head_dim_v);
+    store_fragment<kDType>(
+        gradient_rows(params_.grad_k, params_.grad_k_layout, key_tile, packed, first_key),
+        params_.grad_k_layout.seq, dK_,
+        kHooks.dropout ? variant_params_.keep_scale * params_.scale : params_.scale, key, keys,
+        params_.head_dim);
+    const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
+    zero_unattended_keys<Config::kTileK, kThreads>(params_.grad_v, params_.grad_v_layout,
+                                                   params_.head_dim_v, key_tile, packed, thread);
+    zero_unattended_keys<Config::kTileK, kThreads>(params_.grad_k, params_.grad_k_layout,
+                                                   params_.head_dim, key_tile, packed, thread);
   }
 
  private:
@@ -366,15 +374,6 @@ class PairedSteps {
 
   PANTILE_DEVICE attn::TransposedPlace place() const {
     return place_of<Config>(*key_tile_, tile_, warpgroup_);
-  }
-
-  PANTILE_DEVICE bool is_masked() const {
-    return tile_ < masked_before_ || (kMask == MaskKind::window && tile_ >= masked_from_);
-  }
-
-  PANTILE_DEVICE void mask_tile(float (&scores)[kScores], float masked_score) const {
-    mask_scores<kMask>(scores, key_tile_->mask, key_tile_->tile * Config::kTileK + warpgroup_ * 64,
-                       tile_ * kTileQ, masked_score);
   }
 
   // dS of register i.
