@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pantile
 import torch
@@ -127,7 +126,10 @@ def draw(recipe: Recipe, heads: int, device: str, size: int = 24) -> None:
         print("  " + "".join(2 * shade for shade in shades))
 
 
-def textbook(recipe: Recipe, q, k, v, tensors: dict) -> torch.Tensor:
+def textbook(
+    recipe: Recipe, inputs: list[torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    q, k, v = inputs
     heads, length = q.shape[2], q.shape[1]
     h, i, j = grids(heads, length, str(q.device))
     s = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
@@ -138,10 +140,14 @@ def textbook(recipe: Recipe, q, k, v, tensors: dict) -> torch.Tensor:
     return torch.einsum("bhij,bjhd->bihd", torch.softmax(s, -1), v)
 
 
-def call(recipe: Recipe, q, k, v, tensors: dict, **more: Any) -> torch.Tensor:
+def call(
+    recipe: Recipe, inputs: list[torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    q, k, v = inputs
     score = None if recipe.score is None else pantile.Score(recipe.score, **tensors)
     mask = None if recipe.mask is None else pantile.Mask(recipe.mask)
-    return pantile.attention(q, k, v, score=score, mask=mask, **more)
+    o: torch.Tensor = pantile.attention(q, k, v, score=score, mask=mask)
+    return o
 
 
 def learned(recipe: Recipe, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -162,12 +168,11 @@ def check(recipe: Recipe, inputs: list[torch.Tensor]) -> tuple[float, float]:
     leaves = [x.clone().requires_grad_() for x in inputs]
     exact = [x.double().requires_grad_() for x in inputs]
     ours, theirs = learned(recipe), learned(recipe, torch.float64)
-    o, truth = call(recipe, *leaves, ours), textbook(recipe, *exact, theirs)
-    o.float().square().sum().backward()
-    truth.square().sum().backward()
+    o, truth = call(recipe, leaves, ours), textbook(recipe, exact, theirs)
     wanted = [name for name, x in ours.items() if x.requires_grad]
-    pairs = [*zip(leaves, exact, strict=True), *((ours[n], theirs[n]) for n in wanted)]
-    return relative(o, truth), max(relative(a.grad, b.grad) for a, b in pairs)
+    grads = torch.autograd.grad(o.float().square().sum(), [*leaves, *(ours[n] for n in wanted)])
+    truths = torch.autograd.grad(truth.square().sum(), [*exact, *(theirs[n] for n in wanted)])
+    return relative(o, truth), max(map(relative, grads, truths))
 
 
 def seconds(run: Callable[[], object], device: str, repeats: int = 3) -> float:
@@ -233,7 +238,7 @@ def main() -> None:
             continue
 
         def run(timed: Recipe = timed) -> torch.Tensor:
-            return call(timed, *inputs, timed.tensors)
+            return call(timed, inputs, timed.tensors)
 
         ratio = seconds(run, device) / plain
         print(f"{recipe.name:18} {errors[0]:12.1e} {errors[1]:13.1e} {ratio:13.2f}")

@@ -1,5 +1,6 @@
 #include "expression/evaluate.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -90,6 +91,7 @@ class Machine {
  public:
   Machine(const Code& code, const CapturedTensor* captured, const Place& place)
       : code_(code), captured_(captured), place_(place) {
+    std::fill_n(slots_, code.slots, 0.0);
     for (const Instruction& one : code.once) {
       run(one);
     }
@@ -126,7 +128,7 @@ class Machine {
   const Code& code_;
   const CapturedTensor* const captured_;
   const Place& place_;
-  double slots_[kMaxSlots] = {};
+  double slots_[kMaxSlots];  // the first code_.slots are in use
 };
 
 }  // namespace

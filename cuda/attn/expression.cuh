@@ -24,6 +24,15 @@ struct UserHooks {
   struct Mask {};
 };
 
+// Those of a thread; nothing at all without expressions.
+template <int kUser>
+struct UserState {
+  typename UserHooks<kUser>::Score user_score;
+  typename UserHooks<kUser>::Mask user_mask;
+};
+template <>
+struct UserState<0> {};
+
 // ---- captured tensors
 
 PANTILE_DEVICE int bounded_index(const CapturedParams& tensor, int axis, int index) {

@@ -72,7 +72,7 @@ PANTILE_DEVICE constexpr int key_of(int e) {
 
 // Of one head of queries at a time. The thread's registers, kQueries / 2 a fragment.
 template <GradHooks kHooks, int kQueries>
-class GradVariant {
+class GradVariant : UserState<kHooks.user> {
  public:
   static constexpr int kCount = kQueries / 2;
   static constexpr int kSlices = kQueries / 16;  // of 16 queries
@@ -94,10 +94,10 @@ class GradVariant {
       bias_ = batch * p.bias_batch + head * p.bias_head;
     }
     if constexpr (kHooks.score) {
-      user_score_.begin(p, batch, head);
+      this->user_score.begin(p, batch, head);
     }
     if constexpr (kHooks.mask) {
-      user_mask_.begin(p, batch, head);
+      this->user_mask.begin(p, batch, head);
     }
     if constexpr (kHooks.grad_bias) {
       grad_bias_ = batch * p.grad_bias_batch + head * p.grad_bias_head;
@@ -143,25 +143,25 @@ class GradVariant {
       add_bias(p, at, logits);
     }
     if constexpr (kHooks.score && !kHooks.raw_score) {
-      user_score_.add(p, at, logits);
+      this->user_score.add(p, at, logits);
     }
     if constexpr (kHooks.mask && !kHooks.raw()) {
-      user_mask_.hide(p, at, logits, -core::kInfinity);
+      this->user_mask.hide(p, at, logits, -core::kInfinity);
     }
   }
 
   // A score that is not additive: raw scores become its slopes, and `values` its values.
   PANTILE_DEVICE void weigh(const VariantParams& p, const TransposedPlace& at, float (&S)[kCount],
                             float (&values)[kCount]) const {
-    user_score_.weigh(p, at, S, values);
+    this->user_score.weigh(p, at, S, values);
   }
 
   // What a mask hides behind a function whose slopes stand in S.
   PANTILE_DEVICE void hide_raw(const VariantParams& p, const TransposedPlace& at,
                                float (&S)[kCount], float (&values)[kCount]) const {
     if constexpr (kHooks.mask) {
-      user_mask_.hide(p, at, values, kHiddenCapped);
-      user_mask_.hide(p, at, S, 0.0f);
+      this->user_mask.hide(p, at, values, kHiddenCapped);
+      this->user_mask.hide(p, at, S, 0.0f);
     }
   }
 
@@ -220,14 +220,14 @@ class GradVariant {
       }
     }
     if constexpr (kHooks.grad_captured) {
-      user_score_.note(p, at, e, dS);
+      this->user_score.note(p, at, e, dS);
     }
   }
 
   // All rows of a head are done.
   PANTILE_DEVICE void finish_head(const VariantParams& p) {
     if constexpr (kHooks.grad_captured) {
-      user_score_.finish(p);
+      this->user_score.finish(p);
     }
   }
 
@@ -308,8 +308,6 @@ class GradVariant {
   std::int64_t bias_, grad_bias_;  // of the head, in elements
   std::uint32_t kept_[kSlices][2];
   TransposedPlace noted_;
-  typename UserHooks<kHooks.user>::Score user_score_;
-  typename UserHooks<kHooks.user>::Mask user_mask_;
 };
 
 }  // namespace pantile::attn

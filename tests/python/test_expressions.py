@@ -13,10 +13,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import Target, assert_same_bits, dense, packed
+from support import Target, dense, packed
 from torch.utils.checkpoint import checkpoint
 
 CPU = Target("cpu", "cpu")
+
+
+def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(found.detach(), expected.detach())
+
+
+def lengths(target: Target, rows: int, keys: int) -> dict[str, int]:
+    """Fewer on the CPU, and for the reference, which evaluates one pair at a time."""
+    part = {"reference": 3, "cpu": 2}.get(target.backend, 1)
+    return {"rows": rows // part, "keys": keys // part}
 
 
 def tensors_of(device, heads: int = 4, batch: int = 2, seed: int = 1) -> dict[str, torch.Tensor]:
@@ -221,16 +231,21 @@ def check(case, target, score=None, mask=None, wants=True):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("score", SCORES)
 def test_dense(target, score, causal):
-    check(dense(target, target.default_dtype, rows=101, keys=130, causal=causal), target, score)
+    check(
+        dense(target, target.default_dtype, **lengths(target, 101, 130), causal=causal),
+        target,
+        score,
+    )
 
 
 @pytest.mark.parametrize("score", SCORES)
 def test_packed(target, score):
     """Ragged lengths, a sequence without keys and one without rows."""
-    case = packed(target, [37, 0, 150], [45, 20, 131], target.default_dtype, causal=True)
-    tensors_for_three = {"gain", "row"} & set(SCORES[score][2])
-    if tensors_for_three:
-        case = packed(target, [70, 150], [45, 131], target.default_dtype, causal=True)
+    long = lengths(target, 150, 131)
+    rows, keys = [37, 0, long["rows"]], [45, 20, long["keys"]]
+    if {"gain", "row"} & set(SCORES[score][2]):  # which are of two sequences
+        rows, keys = rows[::2], keys[::2]
+    case = packed(target, rows, keys, target.default_dtype, causal=True)
     check(case, target, score)
 
 
@@ -238,14 +253,14 @@ def test_packed(target, score):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("score", ["softcap", "alibi", "relative"])
 def test_sixteen_bits(target, dtype, head_dim, score):
-    case = dense(target, dtype, rows=200, keys=300, head_dim=head_dim, causal=True)
+    case = dense(target, dtype, **lengths(target, 200, 300), head_dim=head_dim, causal=True)
     check(case, target, score)
 
 
 @pytest.mark.parametrize("score", [None, "alibi", "softcap"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(target, mask, score):
-    case = dense(target, target.default_dtype, rows=130, keys=150, causal=mask == "sinks")
+    case = dense(target, target.default_dtype, **lengths(target, 130, 150), causal=mask == "sinks")
     check(case, target, score, mask, wants=False)
 
 
@@ -416,7 +431,7 @@ def python_value(text: str, names: dict):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_expressions(data):
     """One key is shown to each row, so that LSE is its score: value, and derivatives by dLSE."""
     text = Random(data.draw).real(data.draw(st.integers(1, 4)))
@@ -673,7 +688,7 @@ def test_refusals():
     learned = pantile.Mask("w[j] > 0", w=torch.zeros(9, requires_grad=True))
     with pytest.raises(ValueError, match=r"^mask captures w, which requires a gradient"):
         pantile.attention(*case.operands, mask=learned)
-    with pytest.raises(ValueError, match=r"^score is .*different operations; at most 256"):
+    with pytest.raises(ValueError, match=r"^score has .*different operations; at most 256"):
         pantile.Score("s + " + " + ".join(f"exp(s + {n}.5)" for n in range(130)))
     with pytest.raises(ValueError, match=r"^score is .*; FP8 attention does not serve it"):
         pantile.attention(

@@ -127,29 +127,19 @@ class Probabilities {
 
   PANTILE_DEVICE void send_P() {
     prim::pin(S_);
-    if constexpr (kHooks.softcap) {
-      variant_.cap(variant_params_, S_);
-    } else if constexpr (!kHooks.raw()) {
-      release(storage_.query.empty[cursor_.stage]);
-    }
-    const bool masked = walk_.template needs_mask<kMask>(tile_, masked_before_, masked_from_);
-    if (!kHooks.raw_score && masked) {
-      mask_tile(S_, kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
-    }
     float weights[kHooks.raw() ? 32 : 1];  // P; stage 4 then gets P times the slope
-    if constexpr (kHooks.raw_score) {
-      variant_.weigh(variant_params_, place_of<Config>(*key_tile_, tile_, 0), S_, weights);
-      if (masked) {
-        mask_tile(weights, attn::kHiddenCapped);
-        mask_tile(S_, 0.0f);
-      }
-      scored_weights(weights, S_, storage_.lse[cursor_.stage], variant_, variant_params_,
-                     place_of<Config>(*key_tile_, tile_, 0));
-      __syncwarp();  // all lanes have read the terms of LSE
+    if constexpr (!kHooks.raw()) {
       release(storage_.query.empty[cursor_.stage]);
-    } else if constexpr (kHooks.softcap) {
-      capped_weights(weights, S_, storage_.lse[cursor_.stage], variant_, variant_params_,
-                     place_of<Config>(*key_tile_, tile_, 0));
+      if (walk_.template needs_mask<kMask>(tile_, masked_before_, masked_from_)) {
+        mask_scores<kMask>(S_, key_tile_->mask, key_tile_->tile * Config::kTileK,
+                           tile_ * Config::kTileQ, params_.masked_score);
+        walk_.hide(S_, params_.masked_score);
+      }
+    }
+    if constexpr (kHooks.raw()) {
+      raw_weights<Config, kMask, kHooks>(
+          weights, S_, walk_.template needs_mask<kMask>(tile_, masked_before_, masked_from_), walk_,
+          *key_tile_, tile_, 0, storage_.lse[cursor_.stage], variant_, variant_params_);
       __syncwarp();  // all lanes have read the terms of LSE
       release(storage_.query.empty[cursor_.stage]);
     } else {
@@ -182,12 +172,6 @@ class Probabilities {
         S_[i] = weights[i];
       }
     }
-  }
-
-  PANTILE_DEVICE void mask_tile(float (&scores)[32], float masked_score) const {
-    mask_scores<kMask>(scores, key_tile_->mask, key_tile_->tile * Config::kTileK,
-                       tile_ * Config::kTileQ, masked_score);
-    walk_.hide(scores, masked_score);
   }
 
   // The operand of dV.

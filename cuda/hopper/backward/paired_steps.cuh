@@ -82,6 +82,7 @@ class PairedSteps {
   }
 
   PANTILE_DEVICE void wait_keys() { prim::wait(storage_.key.full[0], keys_.parity); }
+
   PANTILE_DEVICE void wait_values() { prim::wait(storage_.value.full[0], keys_.parity); }
 
   // Requests S of the next tile of rows, which becomes the tile at work.
@@ -175,26 +176,17 @@ class PairedSteps {
   }
 
   PANTILE_DEVICE void compute_P() {
-    if constexpr (kHooks.softcap) {
-      variant_.cap(variant_params_, S_);
-    }
-    if (!kHooks.raw_score && is_masked()) {
-      mask_tile(S_, kHooks.softcap ? attn::kHiddenCapped : params_.masked_score);
-    }
-    if constexpr (kHooks.raw_score) {
+    if constexpr (kHooks.raw()) {
       float P[kScores];
-      variant_.weigh(variant_params_, place(), S_, P);
-      if (is_masked()) {
-        mask_tile(P, attn::kHiddenCapped);
-        mask_tile(S_, 0.0f);
-      }
-      scored_weights(P, S_, storage_.lse[query_stage()], variant_, variant_params_, place());
-      pack_fragment<kDType>(P_, P);
-    } else if constexpr (kHooks.softcap) {
-      float P[kScores];
-      capped_weights(P, S_, storage_.lse[query_stage()], variant_, variant_params_, place());
+      raw_weights<Config, kMask, kHooks>(P, S_, is_masked(), walk_, *key_tile_, tile_, warpgroup_,
+                                         storage_.lse[query_stage()], variant_, variant_params_);
       pack_fragment<kDType>(P_, P);
     } else {
+      if (is_masked()) {
+        mask_scores<kMask>(S_, key_tile_->mask, key_tile_->tile * Config::kTileK + warpgroup_ * 64,
+                           tile_ * kTileQ, params_.masked_score);
+        walk_.hide(S_, params_.masked_score);
+      }
       if constexpr (kHooks.adds()) {
         added_logits(S_, params_.scale_log2, variant_, variant_params_, place());
       }
@@ -331,6 +323,7 @@ class PairedSteps {
   PANTILE_DEVICE int warpgroup() const { return warpgroup_; }
   PANTILE_DEVICE bool first_lane() const { return lane_ == 0; }
   PANTILE_DEVICE PairedStorage<Config>& storage() { return storage_; }
+
   // Returns at once while a tile of keys is at work. ptxas does not hoist a wgmma wait above
   // exponentials that stand before this one.
   PANTILE_DEVICE void pin_exponentials() { wait_keys(); }
@@ -359,10 +352,10 @@ class PairedSteps {
         kHooks.dropout ? variant_params_.keep_scale * params_.scale : params_.scale, key, keys,
         params_.head_dim);
     const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
-    zero_unattended_keys<Config::kTileK, Config::kConsumers * kWarpgroup>(
-        params_.grad_v, params_.grad_v_layout, params_.head_dim_v, key_tile, packed, thread);
-    zero_unattended_keys<Config::kTileK, Config::kConsumers * kWarpgroup>(
-        params_.grad_k, params_.grad_k_layout, params_.head_dim, key_tile, packed, thread);
+    zero_unattended_keys<Config::kTileK, kThreads>(params_.grad_v, params_.grad_v_layout,
+                                                   params_.head_dim_v, key_tile, packed, thread);
+    zero_unattended_keys<Config::kTileK, kThreads>(params_.grad_k, params_.grad_k_layout,
+                                                   params_.head_dim, key_tile, packed, thread);
   }
 
  private:
@@ -385,12 +378,6 @@ class PairedSteps {
 
   PANTILE_DEVICE bool is_masked() const {
     return walk_.template needs_mask<kMask>(tile_, masked_before_, masked_from_);
-  }
-
-  PANTILE_DEVICE void mask_tile(float (&scores)[kScores], float masked_score) const {
-    mask_scores<kMask>(scores, key_tile_->mask, key_tile_->tile * Config::kTileK + warpgroup_ * 64,
-                       tile_ * kTileQ, masked_score);
-    walk_.hide(scores, masked_score);
   }
 
   // dS of register i.

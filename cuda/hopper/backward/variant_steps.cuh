@@ -64,8 +64,7 @@ PANTILE_DEVICE void capped_weights(float (&P)[kCount], float (&S)[kCount], const
   }
 }
 
-// A score that is not additive: from its values in P and its slopes in S, the weights and, in S,
-// weights times the slope.
+// A score that is not additive: the same from its values in P and its slopes in S.
 template <int kCount, class Variant, class Terms>
 PANTILE_DEVICE void scored_weights(float (&P)[kCount], float (&S)[kCount], const Terms& lse,
                                    const Variant& variant, const attn::VariantParams& params,
@@ -77,6 +76,38 @@ PANTILE_DEVICE void scored_weights(float (&P)[kCount], float (&S)[kCount], const
     const float lse_log2 = __uint_as_float(lse.row[attn::column_of(i) + first].x);
     P[i] = prim::exp2_approx(fmaf(P[i], params.cap_log2, -lse_log2));
     S[i] = Variant::kBoundedSlopes || P[i] != 0.0f ? P[i] * S[i] : 0.0f;
+  }
+}
+
+// From raw scores in S of tile `tile` of rows the weights and, in S, weights times the slope.
+// `masked`: the window or the mask of the walk hides some of it.
+template <class Config, MaskKind kMask, attn::GradHooks kHooks, int kCount, class Walk,
+          class Variant, class Terms>
+PANTILE_DEVICE void raw_weights(float (&P)[kCount], float (&S)[kCount], bool masked,
+                                const Walk& walk, const KeyTile& key_tile, int tile, int warpgroup,
+                                const Terms& lse, const Variant& variant,
+                                const attn::VariantParams& params) {
+  const attn::TransposedPlace at = place_of<Config>(key_tile, tile, warpgroup);
+  const core::Mask& mask = key_tile.mask;
+  const int key = key_tile.tile * Config::kTileK + warpgroup * 64;
+  const int row = tile * Config::kTileQ;
+  const auto hide = [&](float (&x)[kCount], float value) {
+    mask_scores<kMask>(x, mask, key, row, value);
+    walk.hide(x, value);
+  };
+  if constexpr (kHooks.raw_score) {
+    variant.weigh(params, at, S, P);
+    if (masked) {
+      hide(P, attn::kHiddenCapped);
+      hide(S, 0.0f);
+    }
+    scored_weights(P, S, lse, variant, params, at);
+  } else {
+    variant.cap(params, S);
+    if (masked) {
+      hide(S, attn::kHiddenCapped);
+    }
+    capped_weights(P, S, lse, variant, params, at);
   }
 }
 
