@@ -165,7 +165,10 @@ def lend_workspace(
     device = torch.device("cuda", device_index)
     if capturing:
         # The block belongs to the graph: its clearing is captured and its memory replayed.
-        return torch.zeros(size, dtype=torch.uint8, device=device)
+        block = torch.empty(size, dtype=torch.uint8, device=device)
+        if zeroed > 0:
+            block[:zeroed].zero_()
+        return block
     return _lender.lend(device, (device_index, stream, pass_), size, zeroed)
 
 

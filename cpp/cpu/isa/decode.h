@@ -142,15 +142,18 @@ PANTILE_NOINLINE void load_step(const DecodeJob& job, const core::KvSequence& se
 
 // ---- one row of a step
 
+// Four lanes at a time: half the time of a tree of scalars.
+typedef float Quad __attribute__((vector_size(16)));
+typedef float QuadInMemory __attribute__((vector_size(16), aligned(4), may_alias));
+
 PANTILE_INLINE float lane_sum(Floats x) {
   float lanes[kLanes];
   store(lanes, x);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) {
-      lanes[i] += lanes[i + width];
-    }
+  Quad sum = *reinterpret_cast<const QuadInMemory*>(lanes);
+  for (int i = 4; i < kLanes; i += 4) {
+    sum += *reinterpret_cast<const QuadInMemory*>(lanes + i);
   }
-  return lanes[0];
+  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 PANTILE_INLINE float dot(const float* query, const float* key, int wide) {
