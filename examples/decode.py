@@ -35,11 +35,11 @@ def make_cache(batch: int, longest: int, coded: torch.dtype | None, device: str,
     lengths = torch.zeros(batch, dtype=torch.int32, device=device)
     for start in range(0, longest, 4096):
         count = min(4096, longest - start)
-        rows = [
+        k, v = (
             torch.randn(batch, count, HEADS_K, HEAD_DIM, device=device, dtype=dtype)
             for _ in range(2)
-        ]
-        pantile.append(cache, *rows, lengths)
+        )
+        pantile.append(cache, k, v, lengths)
         lengths += count
     return cache
 
@@ -72,9 +72,11 @@ def seconds(call, device: str) -> float:
 
 def error(q: torch.Tensor, o: torch.Tensor, cache: pantile.KVCache, length: int) -> float:
     """Largest difference from float64, of the first sequence."""
+    assert cache.v is not None
+    assert cache.block_table is not None
     pages = cache.block_table[0].long()
     k, v = (x.view(torch.int8)[pages].view(x.dtype).double() for x in (cache.k, cache.v))
-    if cache.scale_k is not None:
+    if cache.scale_k is not None and cache.scale_v is not None:
         k *= cache.scale_k[pages].double().unsqueeze(-1)
         v *= cache.scale_v[pages].double().unsqueeze(-1)
     k, v = (x.flatten(0, 1)[:length] for x in (k, v))

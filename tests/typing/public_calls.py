@@ -58,6 +58,20 @@ def eight_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     assert_type(o, torch.Tensor)
 
 
+def cached(q: torch.Tensor, k: torch.Tensor, lengths: torch.Tensor) -> None:
+    cache = pantile.KVCache.paged(8, 16, 2, 64, dtype=torch.int8, scales="token")
+    assert_type(cache, pantile.KVCache)
+    assert_type(cache.scale_k, torch.Tensor | None)
+    assert_type(pantile.decode(q, cache, lengths, split=512), torch.Tensor)
+    o, lse = pantile.decode(q, cache, lengths, k_new=k, v_new=k, rotary=(k, k), return_lse=True)
+    assert_type(o, torch.Tensor)
+    assert_type(lse, torch.Tensor)
+    assert_type(pantile.decode_schedule(q, cache, lengths, split="invariant"), torch.Tensor)
+    pantile.append(cache, k, k, lengths)
+    plan = pantile.explain_decode(q, cache, lengths)
+    assert_type(plan.decode.kernel, str | None)
+
+
 def options(q: torch.Tensor) -> None:
     softmax = pantile.experimental.SoftmaxOptions(softmax="tensor", tensor_share=0.5)
     chosen = pantile.Options(backend="ampere", softmax=softmax, output_dtype=torch.float32)
@@ -77,3 +91,5 @@ def mistakes(q: torch.Tensor, a: np.ndarray[Any, Any], bounds: torch.Tensor) -> 
     pantile.Options(backend="tpu")  # error: no such backend
     pantile.Options(tensor_share=0.5)  # error: an experimental option
     pantile.fp8.attention(q)  # error: not quantized
+    pantile.decode(q, q, bounds)  # error: no cache
+    pantile.KVCache(q, q, layout="DHN")  # error: no such layout
