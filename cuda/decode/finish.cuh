@@ -216,7 +216,8 @@ class RowMerge {
 
  private:
   // Parts whose rows are loaded together; divides 32.
-  static constexpr int kAhead = core::max_of(4, 256 / Config::kColumns);
+  static constexpr int kAhead =
+      core::max_of(4, (Config::kHeadDim > 128 ? 128 : 256) / Config::kColumns);
   static constexpr int kQuads = Config::kHeadDimV / 4;
 
   PANTILE_DEVICE core::SoftmaxState state(int part) const {
