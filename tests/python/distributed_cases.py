@@ -197,6 +197,20 @@ def compiled_sharded_tensors():
         same(mine, other)
 
 
+def data_parallel():
+    """DistributedDataParallel, whose hooks see each gradient once."""
+    torch.manual_seed(0)
+    plain = Model(None)
+    inputs = torch.randn(WORLD, 3, 11, 32)
+    plain(inputs.flatten(0, 1)).square().sum().backward()
+    model = copy.deepcopy(plain)
+    model.zero_grad()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    parallel(inputs[dist.get_rank()]).square().sum().backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        same(mine.grad, other.grad / WORLD)
+
+
 def compiled_sharded_parameters():
     sharded_parameters(compiled=True)
 

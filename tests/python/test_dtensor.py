@@ -57,7 +57,7 @@ def test_sharded_tensors(tmp_path):
 
 
 def test_sharded_parameters(tmp_path):
-    run_together(tmp_path, "sharded_parameters", "compiled_sharded_parameters")
+    run_together(tmp_path, "data_parallel", "sharded_parameters", "compiled_sharded_parameters")
 
 
 def test_saved_operators_are_not_run_again():
