@@ -17,6 +17,7 @@ import results_docs
 
 ROOT = results_docs.ROOT
 PACKAGE = "python/pantile"
+PACKAGES = ("distributed",)
 PAGE = "docs/api.md"
 HEAD = """# API reference
 
@@ -92,7 +93,7 @@ def entry(name: str, home: str) -> list[str]:
     """The section of one name; of a module its docstring, then what it defines and exports."""
     own = home == "pantile"
     module = name if own else home.removeprefix("pantile.")
-    path = ROOT / PACKAGE / f"{module}.py"
+    path = ROOT / PACKAGE / f"{module.replace('.', '/')}.py"
     text = path.read_text()
     tree = ast.parse(text)
     defined = {n.name: n for n in tree.body if hasattr(n, "name")}
@@ -107,8 +108,24 @@ def entry(name: str, home: str) -> list[str]:
         return lines
     code = fields(node, text.split("\n")) if isinstance(node, ast.ClassDef) else signature(node)
     block = ["```python", *code, "```", ""] if code else []
-    title = name if module.startswith("_") else f"{module}.{name}"
+    public = ".".join(part for part in module.split(".") if not part.startswith("_"))
+    title = f"{public}.{name}" if public else name
     return [f"## {title}", "", *block, *markdown(doc), ""]
+
+
+def package(name: str) -> list[str]:
+    """The section of a package that pantile does not import: its docstring, then its names."""
+    tree = ast.parse((ROOT / PACKAGE / name / "__init__.py").read_text())
+    homes = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    lines = [f"## {name}", "", *markdown(ast.get_docstring(tree, clean=False)), ""]
+    for member in sorted(exported(tree), key=lambda n: (n[0].isupper(), n)):
+        lines += entry(member, homes.get(member, f"pantile.{name}.__init__"))
+    return lines
 
 
 def page() -> str:
@@ -124,6 +141,8 @@ def page() -> str:
         exported(tree), key=lambda n: (n[0].isupper(), n)
     ):  # functions first, then types
         lines += [f"## {name}", "", docs[name], ""] if name in docs else entry(name, homes[name])
+    for name in PACKAGES:
+        lines += package(name)
     return "\n".join(lines).rstrip() + "\n"
 
 

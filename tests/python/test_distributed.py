@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import pathlib
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,9 +13,13 @@ from distributed_world import (
     check_case,
     check_dead_peer,
     check_dense_call,
+    check_dtensors,
     check_hidden_poison,
+    check_megatron,
+    check_modules,
     check_plan_calls,
     check_repeats,
+    check_training,
     run_worlds,
 )
 from hypothesis import given, settings
@@ -73,6 +73,11 @@ OTHERS = [
     (2, check_hidden_poison, Case("gather", lengths=(70, 80, 90), packed=True)),
     (3, check_plan_calls, Case(lengths=(70, 81), packed=True)),
     (2, check_dense_call, Case()),
+    (2, check_training, Case("auto")),
+    (2, check_megatron, Case(lengths=(48, 96, 16), heads=(4, 2))),
+    (4, check_megatron, Case(lengths=(48, 96, 16), heads=(4, 2))),
+    (2, check_modules, Case()),
+    (2, check_dtensors, Case(batch=2)),
     (2, check_dead_peer, Case("exchange")),
 ]
 ALL = [(size, case) for size, cases in CASES.items() for case in cases]
@@ -260,14 +265,3 @@ def test_auto_layouts():
 def test_plan_refuses(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         plan(**{"ranks": 2, "rank": 0, **arguments})
-
-
-def test_example_has_the_losses_of_one_process(tmp_path):
-    script = pathlib.Path(__file__).parents[2] / "examples" / "train_long.py"
-    out = tmp_path / "losses.json"
-    small = "--steps 3 --tokens 500 --layers 1 --width 32 --heads 2 --key-heads 1"
-    command = [sys.executable, str(script), *small.split(), "--out", str(out)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
-    losses = json.loads(out.read_text())
-    assert losses["one"] == pytest.approx(losses["several"], abs=1e-5)
-    assert losses["one"][-1] < losses["one"][0]
