@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 
+import pantile
+import pantile.distributed as pd
 import pytest
 import torch
 from distributed_world import (
@@ -265,3 +268,58 @@ def test_auto_layouts():
 def test_plan_refuses(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         plan(**{"ranks": 2, "rank": 0, **arguments})
+
+
+def one_rank_plan(**named):
+    """Of a world of one, which needs no process group."""
+    return plan(**{"seqlen": 8, "causal": True, "ranks": 1, "rank": 0, **named})
+
+
+def tensors(tokens=8, heads_q=4, heads_k=2, dim=16):
+    return [torch.randn(tokens, h, dim) for h in (heads_q, heads_k, heads_k)]
+
+
+def test_one_rank_is_one_process():
+    q, k, v = tensors()
+    whole = pantile.attention(q[None], k[None], v[None], causal=True)[0]
+    assert torch.equal(pd.attention(q, k, v, plan=one_rank_plan()), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": 3}, "plan is 3"),
+        ({"causal": True}, "belong to the plan"),
+        ({"plan": plan(seqlen=16, ranks=2, rank=0)}, "does not communicate"),
+        ({"method": "striped"}, "method is 'striped'"),
+        ({"head_groups": 0}, "head_groups is 0"),
+        ({"deterministic": 1}, "deterministic is 1"),
+        ({"scale": "a"}, "scale is 'a'"),
+        ({"prefetched": 5}, "prefetched is 5"),
+        ({"options": pantile.Options(fp8=True)}, "options.fp8 is set"),
+        ({"options": pantile.Options(output_dtype="float32")}, "options.output_dtype is set"),
+        ({"q": torch.randn(7, 4, 16)}, "q has 7 tokens; the plan has 8 on rank 0"),
+        ({"k": torch.randn(8, 3, 16), "v": torch.randn(8, 3, 16)}, "q has 4 heads"),
+        ({"v": torch.randn(8, 1, 16)}, "v has 1 heads"),
+        ({"k": torch.randn(8, 2, 24)}, "k has head dim 24"),
+        ({"k": torch.randn(8, 2, 16).bfloat16()}, "k is torch.bfloat16"),
+        ({"q": "text"}, "q is 'text'"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_attention_refuses(change, message):
+    q, k, v = tensors()
+    arguments = {"q": q, "k": k, "v": v, "plan": one_rank_plan(), **change}
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        pd.attention(**arguments)
+
+
+def test_te_zigzag_needs_lengths_that_divide():
+    assert plan(cu_seqlens=[0, 8, 24], layout="te_zigzag", ranks=2, rank=0).tokens == 12
+    with pytest.raises(ValueError, match="document 1 has 6 tokens"):
+        plan(cu_seqlens=[0, 8, 14], layout="te_zigzag", ranks=2, rank=0)
+
+
+def test_load_balancer_needs_equal_shares():
+    with pytest.raises(ValueError, match="equal shares"):
+        plan(seqlen=7, causal=True, ranks=2, rank=0).load_balancer()
