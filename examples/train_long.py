@@ -16,18 +16,20 @@ import itertools
 import json
 import pathlib
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import pantile
 import pantile.distributed as pd
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 VOCABULARY = 256  # bytes
 LONGEST = 16384  # positions in a document
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Block(nn.Module):
         self.up = nn.Linear(run.width, 4 * run.width)
         self.down = nn.Linear(4 * run.width, run.width)
 
-    def forward(self, x: Tensor, attend) -> Tensor:
+    def forward(self, x, attend):
         parts = self.heads, self.key_heads, self.key_heads
         q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (-1, self.dim)).split(parts, -2)
         x = x + self.out(attend(q, k, v).flatten(-2))
@@ -75,7 +77,7 @@ class LongGPT(nn.Module):
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend) -> Tensor:
+    def forward(self, tokens, positions, attend):
         x = self.embed(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x, attend)
@@ -89,7 +91,9 @@ def documents() -> list[Tensor]:
     return [torch.frombuffer(bytearray(text), dtype=torch.uint8).long() for text in texts]
 
 
-def packed(texts: list[Tensor], tokens: int, generator: torch.Generator) -> tuple[Tensor, list]:
+def packed(
+    texts: list[Tensor], tokens: int, generator: torch.Generator
+) -> tuple[Tensor, list[int]]:
     """(tokens + 1 bytes of whole documents, the last one cut; offsets of ``tokens`` of them)."""
     parts, bounds = [], [0]
     while bounds[-1] < tokens:
@@ -100,11 +104,24 @@ def packed(texts: list[Tensor], tokens: int, generator: torch.Generator) -> tupl
     return torch.cat(parts), bounds
 
 
-def next_bytes(tokens: Tensor, bounds: list) -> Tensor:
+def next_bytes(tokens: Tensor, bounds: list[int]) -> Tensor:
     """Labels; -100 at the last byte of a document, which has no successor."""
     labels = torch.cat((tokens[1:], tokens[:1]))
     labels[torch.tensor(bounds[1:]) - 1] = -100
     return labels
+
+
+def alone(bounds: list[int], device: torch.device) -> tuple[Attend, Tensor]:
+    """(attention of packed documents in one process, positions in them)."""
+    offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
+    packing = offsets, offsets, longest, longest
+    positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(bounds)])
+    return lambda q, k, v: pantile.varlen_attention(q, k, v, *packing, causal=True), positions
+
+
+def across_ranks(plan: pd.Plan, method: str) -> Attend:
+    return lambda q, k, v: pd.attention(q, k, v, plan=plan, method=method)
 
 
 def train(run: Run, ranks: int, device: torch.device) -> list[float]:
@@ -118,23 +135,11 @@ def train(run: Run, ranks: int, device: torch.device) -> list[float]:
         labels = next_bytes(tokens, bounds)
         count = int((labels >= 0).sum())
         if ranks == 1:
-            offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
-            longest = max(b - a for a, b in itertools.pairwise(bounds))
-            lengths = offsets.long().diff()
-            starts = offsets[:-1].long().repeat_interleave(lengths)
-            positions = torch.arange(run.tokens, device=device) - starts
-
-            def attend(q, k, v, offsets=offsets, longest=longest):
-                packing = offsets, offsets, longest, longest
-                return pantile.varlen_attention(q, k, v, *packing, causal=True)
+            attend, positions = alone(bounds, device)
         else:
             plan = pd.plan(cu_seqlens=bounds, causal=True)
             tokens, labels = plan.shard(tokens, labels)
-            positions = plan.positions
-
-            def attend(q, k, v, plan=plan):
-                return pd.attention(q, k, v, plan=plan, method=run.method)
-
+            attend, positions = across_ranks(plan, run.method), plan.positions
         logits = model(tokens.to(device), positions.to(device), attend)
         loss = F.cross_entropy(logits.float(), labels.to(device), reduction="sum") / count
         optimizer.zero_grad(set_to_none=True)
@@ -178,8 +183,9 @@ def worker(rank: int, ranks: int, run: Run, folder: str) -> None:
 
 def losses_of(ranks: int, run: Run) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(worker, (ranks, run, folder), nprocs=ranks)
-        return json.loads(pathlib.Path(folder, f"{ranks}.json").read_text())
+        spawn(worker, (ranks, run, folder), nprocs=ranks)
+        losses: list[float] = json.loads(pathlib.Path(folder, f"{ranks}.json").read_text())
+        return losses
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ Written by `tools/api_docs.py` from the docstrings in `python/pantile`. Recipes 
 # Modules that are imported by name, in the order of the page.
 DOORS = (
     *("compat", "compat.flash_attn", "compat.flash_attn_3", "compat.vllm", "compat.bert_padding"),
-    *("sdpa", "integrations.transformers", "integrations.dtensor"),
+    *("sdpa", "integrations.transformers", "integrations.dtensor", "distributed"),
 )
 SECTION = re.compile(r"^(Args|Returns|Raises):$")
 # "name: text" or "a, b: text" opens the description of an argument or option, or of an error.
@@ -97,7 +97,7 @@ def entry(name: str, home: str) -> list[str]:
     """The section of one name; of a module its docstring, then what it defines and exports."""
     own = home == "pantile"
     module = name if own else home.removeprefix("pantile.")
-    path = ROOT / PACKAGE / f"{module}.py"
+    path = ROOT / PACKAGE / f"{module.replace('.', '/')}.py"
     text = path.read_text()
     tree = ast.parse(text)
     defined = {n.name: n for n in tree.body if hasattr(n, "name")}
@@ -112,7 +112,8 @@ def entry(name: str, home: str) -> list[str]:
         return lines
     code = fields(node, text.split("\n")) if isinstance(node, ast.ClassDef) else signature(node)
     block = ["```python", *code, "```", ""] if code else []
-    title = name if module.startswith("_") else f"{module}.{name}"
+    public = ".".join(part for part in module.split(".") if not part.startswith("_"))
+    title = f"{public}.{name}" if public else name
     return [f"## {title}", "", *block, *markdown(doc), ""]
 
 

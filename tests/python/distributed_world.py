@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
+import itertools
 import multiprocessing
 import os
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -255,6 +258,148 @@ def check_dense_call(case: Case) -> str | None:
     q, k, v = (plan.shard(x, dim=0) for x in whole_tensors(case)[:3])
     same = torch.equal(pd.attention(q, k, v, causal=True), pd.attention(q, k, v, plan=plan))
     return None if same else "a call without a plan differs"
+
+
+def check_training(case: Case) -> str | None:
+    """examples/train_long.py: the losses of one process."""
+    path = pathlib.Path(__file__).parents[2] / "examples" / "train_long.py"
+    spec = importlib.util.spec_from_file_location("train_long", path)
+    sys.modules["train_long"] = example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    run = example.Run(500, 3, 1, 32, 2, 1, case.method, seed=1)
+    cpu = torch.device("cpu")
+    one, several = example.train(run, 1, cpu), example.train(run, dist.get_world_size(), cpu)
+    if max(abs(a - b) for a, b in zip(one, several, strict=True)) > 1e-5 or one[-1] >= one[0]:
+        return f"{several}, of one process {one}"
+    return None
+
+
+def _close(name: str, ours: torch.Tensor, his: torch.Tensor) -> str | None:
+    if ours.shape != his.shape:
+        return f"{name}: {tuple(ours.shape)}, not {tuple(his.shape)}"
+    return None if torch.equal(ours, his) else f"{name}: other bits than in one process"
+
+
+def check_megatron(case: Case) -> str | None:
+    """core_attention in the order of Megatron's loader, in its formats."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    q, k, v = whole_tensors(case)[:3]
+    tokens = sum(case.lengths)
+
+    def mine(x, bounds):
+        parts = []
+        for a, b in itertools.pairwise(bounds):
+            chunks = x[a:b].chunk(2 * size)
+            parts += [chunks[rank], chunks[2 * size - 1 - rank]]
+        return torch.cat(parts)
+
+    bounds = [0, *itertools.accumulate(case.lengths)]
+    packing = torch.tensor(bounds, dtype=torch.int32)
+    whole = pantile.attention(q[None], k[None], v[None], causal=True)[0]
+    by_document = pantile.varlen_attention(
+        *(q, k, v, packing, packing, max(case.lengths), max(case.lengths)), causal=True
+    )
+    world = dist.group.WORLD
+    for kind in ("all_gather", "a2a"):
+        sbhd = [mine(x, [0, tokens])[:, None] for x in (q, k, v)]
+        o = pd.core_attention(*sbhd, cp_group=world, cp_comm_type=kind)
+        wrong = _close(f"sbhd {kind}", o, mine(whole, [0, tokens]).flatten(1)[:, None])
+        thd = [mine(x, bounds) for x in (q, k, v)]
+        o = pd.core_attention(
+            *thd, cp_group=world, cp_comm_type=kind, qkv_format="thd", cu_seqlens_q=bounds
+        )
+        wrong = wrong or _close(f"thd {kind}", o, mine(by_document, bounds).flatten(1))
+        if wrong:
+            return wrong
+    if size == 4:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "heads"))
+        groups = [mesh.get_group(1), mesh.get_group(0)]
+        bshd = [mine(x, [0, tokens])[None] for x in (q, k, v)]
+        named = {"cp_group": groups, "cp_comm_type": "a2a+p2p", "qkv_format": "bshd"}
+        o = pd.core_attention(*bshd, **named)
+        torch.testing.assert_close(o[0], mine(whole, [0, tokens]).flatten(1))
+    try:
+        pd.core_attention(*sbhd, cp_group=world, cp_comm_type="nvshmem")
+        return "an unknown cp_comm_type passes"
+    except ValueError:
+        return None
+
+
+def check_modules(case: Case) -> str | None:
+    """torchtitan's call, and the order of torch's own load balancer."""
+    q, k, v = whole_tensors(case)[:3]
+    plan = make_plan(case)
+    whole = pantile.attention(q[None], k[None], v[None], causal=True)
+    by_heads = [plan.shard(x[None]).transpose(1, 2) for x in (q, k, v)]
+    o = pd.attention_module()(*by_heads, enable_gqa=True)
+    wrong = _close("module", o, plan.shard(whole).transpose(1, 2))
+    o = pd.attention_module(plan=plan, method="exchange")(*by_heads, enable_gqa=True)
+    wrong = wrong or _close("module of a plan", o, plan.shard(whole).transpose(1, 2))
+    balancer = plan.load_balancer()
+    order, back = balancer._generate_indices(), balancer._generate_indices(restore=True)
+    if not torch.equal(order[0][back[0].long()].long(), torch.arange(sum(case.lengths))):
+        return "restore does not restore"
+    private = module_or_none("torch.distributed.tensor.experimental._context_parallel")
+    if private is None:  # torch before 2.10
+        return wrong
+    theirs = private._HeadTailLoadBalancer(sum(case.lengths), dist.get_world_size(), "cpu")
+    if not torch.equal(order, theirs._generate_indices().to(order.dtype)):
+        return "another order than torch's head-tail balancer"
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    (local,) = private._context_parallel_shard(mesh, [q[None]], [1], balancer)
+    return wrong or _close("torch's shard", local, plan.shard(q[None]))
+
+
+def module_or_none(name: str):
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(name)
+    return None
+
+
+def check_dtensors(case: Case) -> str | None:
+    """Sharded by tokens: attention across ranks. By batch or heads: no transfer at all."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    size = dist.get_world_size()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+    q, k, v, grad_o, _ = whole_tensors(case)
+    plan = make_plan(case)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    whole, lse = pantile.attention(*leaves, causal=True, return_lse=True)
+    whole.backward(grad_o)
+    locals_ = [plan.shard(x).requires_grad_() for x in (q, k, v)]
+    given = [DTensor.from_local(x, mesh, [Shard(1)]) for x in locals_]
+    o, ours_lse = pd.attention(*given, plan=plan, method="gather", return_lse=True)
+    if o.placements != (Shard(1),) or ours_lse.placements != (Shard(2),):
+        return f"placements {o.placements}, {ours_lse.placements}"
+    if o.shape != whole.shape or ours_lse.shape != lse.shape:
+        return f"shapes {tuple(o.shape)}, {tuple(ours_lse.shape)}"
+    wrong = _close("o", o.to_local(), plan.shard(whole))
+    o.to_local().backward(plan.shard(grad_o))
+    wrong = wrong or _close("dq", locals_[0].grad, plan.shard(leaves[0].grad))
+    try:
+        pd.attention(*(distribute_tensor(x, mesh, [Shard(0)]) for x in (q, k, v)), plan=plan)
+        return "tensors sharded by batch pass"
+    except ValueError:
+        pass
+    pd.register_dtensor_rules()
+    pd.register_dtensor_rules()
+    for dim in (0, 2):
+        spread = [distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_() for x in (q, k, v)]
+        grad = distribute_tensor(grad_o, mesh, [Shard(dim)])
+        with CommDebugMode() as counts:
+            o = pantile.attention(*spread, causal=True)
+            o.backward(grad)
+        if counts.get_total_counts():
+            return f"Shard({dim}): {counts.get_total_counts()} collectives"
+        if o.placements != (Shard(dim),) or spread[1].grad.placements != (Shard(dim),):
+            return f"Shard({dim}) becomes {o.placements}"
+        pairs = ((o, whole), (spread[0].grad, leaves[0].grad), (spread[1].grad, leaves[1].grad))
+        for ours, his in pairs:
+            wrong = wrong or _close(f"Shard({dim})", ours.full_tensor(), his)
+    rows = [distribute_tensor(x, mesh, [Shard(1)]) for x in (q, k, v)]
+    return wrong or _close("Shard(1)", pantile.attention(*rows, causal=True).full_tensor(), whole)
 
 
 def check_dead_peer(case: Case) -> str | None:

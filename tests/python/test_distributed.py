@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import pathlib
 import random
-import subprocess
-import sys
+import re
 
+import pantile
+import pantile.distributed as pd
 import pytest
 import torch
 from distributed_world import (
@@ -17,9 +16,13 @@ from distributed_world import (
     check_case,
     check_dead_peer,
     check_dense_call,
+    check_dtensors,
     check_hidden_poison,
+    check_megatron,
+    check_modules,
     check_plan_calls,
     check_repeats,
+    check_training,
     run_worlds,
 )
 from hypothesis import given, settings
@@ -73,6 +76,11 @@ OTHERS = [
     (2, check_hidden_poison, Case("gather", lengths=(70, 80, 90), packed=True)),
     (3, check_plan_calls, Case(lengths=(70, 81), packed=True)),
     (2, check_dense_call, Case()),
+    (2, check_training, Case("auto")),
+    (2, check_megatron, Case(lengths=(48, 96, 16), heads=(4, 2))),
+    (4, check_megatron, Case(lengths=(48, 96, 16), heads=(4, 2))),
+    (2, check_modules, Case()),
+    (2, check_dtensors, Case(batch=2)),
     (2, check_dead_peer, Case("exchange")),
 ]
 ALL = [(size, case) for size, cases in CASES.items() for case in cases]
@@ -262,12 +270,56 @@ def test_plan_refuses(arguments, message):
         plan(**{"ranks": 2, "rank": 0, **arguments})
 
 
-def test_example_has_the_losses_of_one_process(tmp_path):
-    script = pathlib.Path(__file__).parents[2] / "examples" / "train_long.py"
-    out = tmp_path / "losses.json"
-    small = "--steps 3 --tokens 500 --layers 1 --width 32 --heads 2 --key-heads 1"
-    command = [sys.executable, str(script), *small.split(), "--out", str(out)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
-    losses = json.loads(out.read_text())
-    assert losses["one"] == pytest.approx(losses["several"], abs=1e-5)
-    assert losses["one"][-1] < losses["one"][0]
+def one_rank_plan(**named):
+    """Of a world of one, which needs no process group."""
+    return plan(**{"seqlen": 8, "causal": True, "ranks": 1, "rank": 0, **named})
+
+
+def tensors(tokens=8, heads_q=4, heads_k=2, dim=16):
+    return [torch.randn(tokens, h, dim) for h in (heads_q, heads_k, heads_k)]
+
+
+def test_one_rank_is_one_process():
+    q, k, v = tensors()
+    whole = pantile.attention(q[None], k[None], v[None], causal=True)[0]
+    assert torch.equal(pd.attention(q, k, v, plan=one_rank_plan()), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": 3}, "plan is 3"),
+        ({"causal": True}, "belong to the plan"),
+        ({"plan": plan(seqlen=16, ranks=2, rank=0)}, "does not communicate"),
+        ({"method": "striped"}, "method is 'striped'"),
+        ({"head_groups": 0}, "head_groups is 0"),
+        ({"deterministic": 1}, "deterministic is 1"),
+        ({"scale": "a"}, "scale is 'a'"),
+        ({"prefetched": 5}, "prefetched is 5"),
+        ({"options": pantile.Options(fp8=True)}, "options.fp8 is set"),
+        ({"options": pantile.Options(output_dtype="float32")}, "options.output_dtype is set"),
+        ({"q": torch.randn(7, 4, 16)}, "q has 7 tokens; the plan has 8 on rank 0"),
+        ({"k": torch.randn(8, 3, 16), "v": torch.randn(8, 3, 16)}, "q has 4 heads"),
+        ({"v": torch.randn(8, 1, 16)}, "v has 1 heads"),
+        ({"k": torch.randn(8, 2, 24)}, "k has head dim 24"),
+        ({"k": torch.randn(8, 2, 16).bfloat16()}, "k is torch.bfloat16"),
+        ({"q": "text"}, "q is 'text'"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_attention_refuses(change, message):
+    q, k, v = tensors()
+    arguments = {"q": q, "k": k, "v": v, "plan": one_rank_plan(), **change}
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        pd.attention(**arguments)
+
+
+def test_te_zigzag_needs_lengths_that_divide():
+    assert plan(cu_seqlens=[0, 8, 24], layout="te_zigzag", ranks=2, rank=0).tokens == 12
+    with pytest.raises(ValueError, match="document 1 has 6 tokens"):
+        plan(cu_seqlens=[0, 8, 14], layout="te_zigzag", ranks=2, rank=0)
+
+
+def test_load_balancer_needs_equal_shares():
+    with pytest.raises(ValueError, match="equal shares"):
+        plan(seqlen=7, causal=True, ranks=2, rank=0).load_balancer()

@@ -62,6 +62,13 @@ def act(
     """
 '''
 
+SEVERAL = '''"""A package of its own."""
+from pantile.several._b import spread
+def begin():
+    """Begins."""
+__all__ = ["begin", "spread"]
+'''
+
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
@@ -71,7 +78,11 @@ def project(tmp_path, monkeypatch):
     (package / "__init__.py").write_text(INIT)
     (package / "_a.py").write_text(SOURCE)
     (package / "extra.py").write_text(EXTRA.lstrip())
+    (package / "several").mkdir()
+    (package / "several" / "__init__.py").write_text(SEVERAL)
+    (package / "several" / "_b.py").write_text('def spread(x):\n    """Over several."""\n')
     monkeypatch.setattr(api_docs, "ROOT", tmp_path)
+    monkeypatch.setattr(api_docs, "PACKAGES", ("several",))
     return tmp_path
 
 
@@ -83,6 +94,9 @@ def test_functions_types_and_modules(project):
         "## extra.more",
         "## Error",
         "## Thing",
+        "## several",
+        "## several.begin",
+        "## several.spread",
     ]
     assert "    third_argument: tuple[int, int] = (1, 2),\n    fourth_argument=None,\n" in text
     assert "    x=0,\n) -> dict[str, tuple[int, int]]\n```\n\nDoes it with `Thing`.\n" in text
@@ -94,6 +108,9 @@ def test_functions_types_and_modules(project):
     assert "## extra\n\nMore of it.\n\n    first()\n    second()\n\nThat is all.\n" in text
     assert "```python\ndef more(a, *, b: int=1)\n```\n\nDoes more.\n" in text
     assert "class Thing:\n    size: int = 3  # rows\n" in text
+    assert "## several\n\nA package of its own.\n" in text
+    assert "def begin()\n```\n\nBegins.\n" in text
+    assert "def spread(x)\n```\n\nOver several.\n" in text
     assert "- `size`: how large,\n  in rows.\n" in text
 
 

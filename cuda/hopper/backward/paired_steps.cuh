@@ -362,9 +362,10 @@ class PairedSteps {
   static constexpr DType kDType = Config::kDType;
   static constexpr int kTileQ = Config::kTileQ;
   static constexpr int kCount = Config::kHeadDim / 2;  // accumulators of dK, dV a thread
-  static constexpr int kScores = kTileQ / 2;           // of S, dP
-  static constexpr int kSlices = kTileQ / 16;          // k steps of products over rows
-  static constexpr int kRowPanel = kTileQ * 128;       // bytes of a panel of q, grad_o, dS
+  static constexpr int kThreads = Config::kConsumers * kWarpgroup;
+  static constexpr int kScores = kTileQ / 2;      // of S, dP
+  static constexpr int kSlices = kTileQ / 16;     // k steps of products over rows
+  static constexpr int kRowPanel = kTileQ * 128;  // bytes of a panel of q, grad_o, dS
 
   // Of dO of the tile at work.
   PANTILE_DEVICE int grad_stage() const {

@@ -21,7 +21,7 @@ _CHUNKS_PER_RANK = 16
 _LARGEST_CHUNK = 4096
 _SMALLEST_CHUNK = 16
 
-LAYOUTS = ("auto", "zigzag", "contiguous", "documents")
+LAYOUTS = ("auto", "zigzag", "contiguous", "documents", "te_zigzag")
 
 
 class Run(NamedTuple):
@@ -114,6 +114,23 @@ def zigzag(bounds: Sequence[int], ranks: int) -> list[tuple[Run, ...]]:
         merged(run for part in parts for run in cut(marks[part], marks[part + 1], bounds))
         for parts in both
     ]
+
+
+def te_zigzag(bounds: Sequence[int], ranks: int) -> list[tuple[Run, ...]]:
+    """The parts r and 2 P - 1 - r of every document, as TransformerEngine and Megatron cut them."""
+    held: list[list[Run]] = [[] for _ in range(ranks)]
+    for document in range(len(bounds) - 1):
+        first, tokens = bounds[document], bounds[document + 1] - bounds[document]
+        part, rest = divmod(tokens, 2 * ranks)
+        if rest:
+            raise ValueError(
+                f"document {document} has {tokens} tokens; layout 'te_zigzag' needs a multiple of "
+                f"{2 * ranks}, twice the ranks"
+            )
+        for rank in range(ranks if part else 0):
+            for i in (rank, 2 * ranks - 1 - rank):
+                held[rank].append(Run(first + i * part, first + (i + 1) * part, document))
+    return [merged(runs) for runs in held]
 
 
 def chunk_tokens(total: int, ranks: int) -> int:
@@ -244,8 +261,9 @@ def make(
     """(name, runs of each rank). ``auto`` takes the first balanced one of contiguous, which moves
     the fewest keys, zigzag and documents."""
     simple = {"contiguous": contiguous, "zigzag": zigzag}
-    if layout in simple:
-        return layout, simple[layout](bounds, ranks)
+    named = {**simple, "te_zigzag": te_zigzag}
+    if layout in named:
+        return layout, named[layout](bounds, ranks)
     if layout == "auto":
         for name, function in simple.items():
             shares = function(bounds, ranks)

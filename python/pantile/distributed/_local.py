@@ -10,7 +10,7 @@ import torch
 from pantile import _ops
 from pantile._direct import _LOW_SHIFT
 from pantile._options import Options
-from pantile._schema import Call
+from pantile._schema import OPTIONS, Call
 from pantile.distributed._share import Call as PackedCall
 from pantile.distributed._share import Share
 from pantile.distributed._transfer import sum_rows
@@ -32,8 +32,16 @@ def make_call(
     settings: Settings, cu_seqlens_q, cu_seqlens_k, longest_q: int, longest_k: int, window
 ) -> Call:
     fields = settings.options.call_fields[1 if settings.exact_lse else 0]
-    packing = cu_seqlens_q, cu_seqlens_k, None, None, longest_q, longest_k
-    return Call(*packing, settings.scale, *window, *fields)
+    return Call(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        scale=settings.scale,
+        window_left=window[0],
+        window_right=window[1],
+        **dict(zip(OPTIONS, fields, strict=True)),
+    )
 
 
 def _widened(o: Tensor, lows: list[Tensor], rows: list[tuple[int, int]]) -> Tensor:

@@ -343,7 +343,8 @@ def plan(
         causal, window: the mask, as in :func:`pantile.attention`.
         layout: ``"contiguous"``; ``"zigzag"``: an early and a late part a rank; ``"documents"``:
             chunks of documents, balanced in tokens and work; ``"auto"``: the first of them that is
-            balanced.
+            balanced. ``"te_zigzag"``: zigzag in every document, whose length must be a multiple of
+            twice the ranks; the order of TransformerEngine and Megatron.
         chunk: tokens of a chunk of ``"documents"``; default about a sixteenth of a share, at most
             4096.
         slack: by how much the work of a rank may exceed the mean, to keep documents together.
