@@ -53,7 +53,8 @@ inline constexpr FeatureSet backward_ampere = backward_sinks.with(Feature::softc
                                                   .with(Feature::dropout)
                                                   .with(Feature::grad_alibi);
 inline constexpr FeatureSet quantize_fp8{Feature::packed, Feature::seqused};
-inline constexpr FeatureSet quantize = quantize_fp8.with(Feature::smooth_k).with(Feature::hadamard);
+inline constexpr FeatureSet quantize =
+    quantize_fp8.with(Feature::smooth_k).with(Feature::hadamard).with(Feature::dequantize);
 }  // namespace feature_sets
 
 // What a canonical problem asks for.
