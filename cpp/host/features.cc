@@ -66,6 +66,7 @@ const char* feature_name(Feature feature) {
     case Feature::deterministic: return "deterministic";
     case Feature::smooth_k: return "smooth_k";
     case Feature::hadamard: return "hadamard";
+    case Feature::dequantize: return "dequantize";
     case Feature::softcap: return "softcap";
     case Feature::alibi: return "ALiBi";
     case Feature::sinks: return "sinks";

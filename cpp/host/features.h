@@ -76,7 +76,8 @@ inline constexpr FeatureSet backward_ampere = backward_sinks.with(Feature::softc
                                                   .with(Feature::dropout)
                                                   .with(Feature::grad_alibi);
 inline constexpr FeatureSet quantize_fp8{Feature::packed, Feature::seqused};
-inline constexpr FeatureSet quantize = quantize_fp8.with(Feature::smooth_k).with(Feature::hadamard);
+inline constexpr FeatureSet quantize =
+    quantize_fp8.with(Feature::smooth_k).with(Feature::hadamard).with(Feature::dequantize);
 // Over a cache. On a GPU rows may list less.
 inline constexpr FeatureSet append{Feature::packed,     Feature::paged,      Feature::cache_index,
                                    Feature::leftpad,    Feature::v_in_k,     Feature::cache_e4m3,

@@ -142,6 +142,8 @@ const std::map<std::string, Feature>& asking_fields() {
       {".has_grad_lse", Feature::grad_lse},
       {".has_o_low", Feature::o_low},
       {".hadamard", Feature::hadamard},
+      {".dequantize", Feature::dequantize},
+      {".keep_rotation", Feature::dequantize},
       {"variant.softcap", Feature::softcap},
       {"variant.has_alibi", Feature::alibi},
       {"variant.alibi_by_batch", Feature::alibi},
@@ -253,6 +255,8 @@ TEST(Features, EveryRowListsWhatItsPassHas) {
     EXPECT_EQ(row.features.has(Feature::grad_lse), row.pass == Pass::backward) << row.name;
     EXPECT_EQ(row.features.has(Feature::hadamard),
               row.pass == Pass::quantize && row.dtype != DType::e4m3)
+        << row.name;
+    EXPECT_EQ(row.features.has(Feature::dequantize), row.features.has(Feature::hadamard))
         << row.name;
     EXPECT_EQ(row.features.has(Feature::max_logit),
               row.pass == Pass::forward && row.dtype != DType::e4m3)

@@ -76,6 +76,11 @@ def eight_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     assert_type(operands.codes_q, torch.Tensor)
     assert_type(pantile.fp8.attention(operands, causal=True), torch.Tensor)
     o, lse = pantile.fp8.attention(operands, return_lse=True)
+    assert_type(
+        pantile.fp8.dequantize(operands, dtype=torch.float32, keep_mean=False),
+        tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    )
+    pantile.Options(fp8=True, fp8_backward="recompute")
     assert_type(lse, torch.Tensor)
     assert_type(pantile.attention(operands), torch.Tensor)
     assert_type(pantile.varlen_attention(operands, scale=0.5), torch.Tensor)

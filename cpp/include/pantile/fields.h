@@ -165,8 +165,8 @@ constexpr void of_quantize(P& problem, F&& f) {
   of_layout("input k", k, f);
   of_layout("input v", v, f);
   f("", "hadamard", hadamard, Feature::hadamard);
-  f("", "dequantize", dequantize, Feature::none);  // every row that does not read e4m3
-  f("", "keep_rotation", keep_rotation, Feature::none);
+  f("", "dequantize", dequantize, Feature::dequantize);
+  f("", "keep_rotation", keep_rotation, Feature::dequantize);
 }
 
 template <class L, class F>

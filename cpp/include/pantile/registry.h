@@ -31,6 +31,7 @@ enum class Feature : std::uint8_t {
   deterministic,  // equal bits from equal inputs
   smooth_k,       // FP8: K less its mean
   hadamard,       // FP8: rotated Q and K
+  dequantize,     // FP8: the numbers of codes
   softcap,        // of the variant (variant.h), and the gradients of its tensors
   alibi,
   sinks,
