@@ -155,7 +155,7 @@ _PLAIN_CALLS = {
 
 _BY_NAME = (
     *("causal", "window", "scale", *VARIANT_NAMES),
-    *("return_lse", "return_max_logit", "deterministic", "options", "out"),
+    *("return_lse", "return_max_logit", "deterministic", "options"),
 )
 PACKED_BY_NAME = (*LENGTHS[2:], *_BY_NAME)
 
@@ -367,7 +367,7 @@ def attention(
         RuntimeError: the device or the build lacks what is needed, or CUDA failed.
     """
     if extra or foreign:
-        refuse("attention", extra, foreign, _BY_NAME)
+        refuse("attention", extra, foreign, (*_BY_NAME, "out"))
     if (
         options is window is scale is softcap is alibi is bias is sinks is dropout is mask is None
         and out is None
