@@ -187,7 +187,7 @@ _PLAIN_CALLS = {
 
 _BY_NAME = (
     *("causal", "window", "scale", *VARIANT_NAMES),
-    *("return_lse", "return_max_logit", "deterministic", "options", "out"),
+    *("return_lse", "return_max_logit", "deterministic", "options"),
 )
 PACKED_BY_NAME = (*LENGTHS[2:], *_BY_NAME)
 
@@ -332,7 +332,7 @@ def attention(
         RuntimeError: the device or the build lacks what is needed, or CUDA failed.
     """
     if extra or foreign:
-        refuse("attention", extra, foreign, _BY_NAME)
+        refuse("attention", extra, foreign, (*_BY_NAME, "out"))
     if (
         options is window is scale is softcap is alibi is bias is out is None
         and sinks is dropout is mask is score is None

@@ -93,6 +93,7 @@ _ANSWERS = {
     "return_softmax_lse": "use return_lse",
     "return_aux": "use return_lse or return_max_logit",
     "need_weights": "use return_lse; probabilities are never stored",
+    "out": "attention and varlen_attention have it; leave it out",
     # how it is computed
     "num_splits": _NOT_SUPPORTED,
     "sm_margin": _NOT_SUPPORTED,

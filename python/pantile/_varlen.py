@@ -171,7 +171,7 @@ def varlen_attention(
         As :func:`attention`.
     """
     if extra or foreign:
-        refuse("varlen_attention", extra, foreign, PACKED_BY_NAME)
+        refuse("varlen_attention", extra, foreign, (*PACKED_BY_NAME, "out"))
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     check_flags(return_lse, return_max_logit, deterministic)
     lengths = (
