@@ -155,8 +155,9 @@ class MathWarpgroup {
   PANTILE_DEVICE void mask(int step) {
     walk_.hide(S);
     const int column0 = walk_.tile(step) * kTileK + tile::fragment_column(lane_);
-    const int row = group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_);
-    hide_outside_window<kMask>(S, p_, keys_ - column0, position0_ + row - column0);
+    const int position =
+        position0_ + group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_) - column0;
+    hide_outside_window<kMask>(S, p_, keys_ - column0, position);
   }
 
   // ---- variant
@@ -177,7 +178,7 @@ class MathWarpgroup {
     if constexpr (Variant::kAny) {
       variant_.fetch(variant_params_, walk_.tile(step) * kTileK + tile::fragment_column(lane_));
     }
-    if constexpr (kMasked) {
+    if constexpr (kMasked && Walk::kListed) {
       walk_.template fetch<kTileK>(
           info(tile_), step, group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_), lane_);
     }
