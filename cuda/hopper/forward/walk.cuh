@@ -98,9 +98,10 @@ class ListWalk {
   }
 
   // Of the work item asked for last.
-  template <int kTileRows, int kTileKeys>
+  template <int kTileRows, int kTileKeys, KeySource kSource>
   PANTILE_DEVICE void locate(const ForwardParams& p, TileInfo& info) const {
-    locate_keys<kTileRows, kTileKeys>(p, info);
+    static_assert(!kSource.ranges && !kSource.pages && !kSource.shift);
+    locate_keys<kTileRows, kTileKeys, kSource>(p, info);
     info.visit_begin = info.full_begin = 0;
     info.full_end = item_.y;
     info.visit_end = item_.z;
