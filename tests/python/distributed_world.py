@@ -245,6 +245,12 @@ def check_plan_calls(case: Case) -> str | None:
         return "prefetched keys serve a second call"
     except ValueError:
         pass
+    with torch.autocast("cpu", torch.bfloat16):
+        ready = pd.prefetch(k, v, plan=plan, method="exchange")
+        o = pd.attention(q, k, v, plan=plan, method="exchange", prefetched=ready)
+    cast = (x.bfloat16() for x in (q, k, v))
+    if not torch.equal(o, pd.attention(*cast, plan=plan)):
+        return "autocast gives another o than bfloat16"
     mine = make_plan(case, causal=dist.get_rank() == 0)
     try:
         mine.check()
@@ -400,6 +406,50 @@ def check_dtensors(case: Case) -> str | None:
             wrong = wrong or _close(f"Shard({dim})", ours.full_tensor(), his)
     rows = [distribute_tensor(x, mesh, [Shard(1)]) for x in (q, k, v)]
     return wrong or _close("Shard(1)", pantile.attention(*rows, causal=True).full_tensor(), whole)
+
+
+class Layer(torch.nn.Module):
+    """A projection and attention across ranks."""
+
+    def __init__(self, plan: pd.Plan) -> None:
+        super().__init__()
+        self.plan, self.qkv = plan, torch.nn.Linear(32, 8 * 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (8, 8)).split((4, 2, 2), -2)
+        return pd.attention(q, k, v, plan=self.plan)
+
+
+def check_wrappers(case: Case) -> str | None:
+    """Checkpointing, torch.compile and FSDP2 around attention across ranks change no gradient."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.utils.checkpoint import checkpoint
+
+    plan = make_plan(case)
+    generator = torch.Generator().manual_seed(3)
+    x = plan.shard(torch.randn(sum(case.lengths), 32, generator=generator), dim=0)
+
+    def gradient(wrap) -> torch.Tensor:
+        torch.manual_seed(1)
+        layer = Layer(plan)
+        wrap(layer)(x.clone().requires_grad_()).square().sum().backward()
+        grad = layer.qkv.weight.grad
+        if not hasattr(grad, "full_tensor"):
+            dist.all_reduce(grad)
+            return grad / dist.get_world_size()
+        return grad.full_tensor()
+
+    plain = gradient(lambda layer: layer)
+    wrappers = {
+        "checkpoint": lambda layer: lambda y: checkpoint(layer, y, use_reentrant=False),
+        "compile": lambda layer: torch.compile(layer, backend="eager"),
+        "fully_shard": fully_shard,
+    }
+    for name, wrap in wrappers.items():
+        error = float((gradient(wrap) - plain).norm() / plain.norm())
+        if error > 1e-6:
+            return f"{name}: gradient is off by {error:.1e}"
+    return None
 
 
 def check_dead_peer(case: Case) -> str | None:

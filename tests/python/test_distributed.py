@@ -23,6 +23,7 @@ from distributed_world import (
     check_plan_calls,
     check_repeats,
     check_training,
+    check_wrappers,
     run_worlds,
 )
 from hypothesis import given, settings
@@ -81,6 +82,7 @@ OTHERS = [
     (4, check_megatron, Case(lengths=(48, 96, 16), heads=(4, 2))),
     (2, check_modules, Case()),
     (2, check_dtensors, Case(batch=2)),
+    (2, check_wrappers, Case()),
     (2, check_dead_peer, Case("exchange")),
 ]
 ALL = [(size, case) for size, cases in CASES.items() for case in cases]

@@ -106,7 +106,7 @@ class _Request:
             local = plan.local(q.device, q.shape[0])
             groups = _groups(plan, k, v, self.groups)
             if self.prefetched is not None:
-                self.prefetched.check(plan, k, v, gathers)
+                self.prefetched.check_way(plan, gathers)
                 groups = self.prefetched.groups
             job = Job(
                 *(plan.share, local, plan.keys.group, gathers, groups, self.settings),
@@ -170,22 +170,24 @@ class Prefetched:
         self, plan: Plan, k: Tensor, v: Tensor, gathers: bool, groups: list[tuple[int, int]]
     ) -> None:
         self._plan, self._gathers, self.groups = plan, gathers, groups
-        self._sources = [(x, x._version) for x in (k, v)]
+        self.sources: list[tuple[Tensor, int]] = []  # of the caller, with their versions
         settings = Settings(None, DEFAULT_OPTIONS, False, False)
         local = plan.local(k.device, k.shape[0])
         job = Job(plan.share, local, plan.keys.group, gathers, groups, settings, False, False)
         with torch.no_grad():
             self._pending: Pending | None = job.start(k, v, 0)
 
-    def check(self, plan: Plan, k: Tensor, v: Tensor, gathers: bool) -> None:
+    def check_sources(self, k: Tensor, v: Tensor) -> None:
         if self._pending is None:
             raise ValueError("prefetched has served a call; it must be that of a new prefetch")
-        if plan is not self._plan or gathers != self._gathers:
-            raise ValueError("prefetched belongs to another plan or method than this call")
-        for name, x, (source, version) in zip(("k", "v"), (k, v), self._sources, strict=True):
+        for name, x, (source, version) in zip(("k", "v"), (k, v), self.sources, strict=True):
             same = x.data_ptr() == source.data_ptr() and x.shape == source.shape
             if not same or x.stride() != source.stride() or x._version != version:
                 raise ValueError(f"{name} is not the tensor that was prefetched, or has changed")
+
+    def check_way(self, plan: Plan, gathers: bool) -> None:
+        if plan is not self._plan or gathers != self._gathers:
+            raise ValueError("prefetched belongs to another plan or method than this call")
 
     def take(self) -> Pending | None:
         pending, self._pending = self._pending, None
@@ -380,6 +382,7 @@ def attention(
             raise TypeError(f"prefetched is {shown(prefetched)}; it must come from prefetch()")
         if plan.heads.size > 1 or request.method not in ("gather", "exchange"):
             raise ValueError(f"prefetched is set; method {request.method!r} here does not use it")
+        prefetched.check_sources(k, v)
         request.prefetched = prefetched
     batched = q.ndim == 4
     q, k, v = _under_autocast(q, k, v)
@@ -419,8 +422,11 @@ def prefetch(
     if plan.heads.size > 1 or plan.keys.size == 1 or method not in ("gather", "exchange"):
         raise ValueError(f"method is {method!r} here; prefetch serves 'gather' and 'exchange'")
     _check_tensors(plan, k, k, v)
+    sources = [(x, x._version) for x in (k, v)]
     k, v = (x if x.ndim == 4 else x[None] for x in _under_autocast(k, v))
-    return Prefetched(plan, k, v, method == "gather", _groups(plan, k, v, head_groups))
+    ready = Prefetched(plan, k, v, method == "gather", _groups(plan, k, v, head_groups))
+    ready.sources = sources
+    return ready
 
 
 _groups = head_groups  # attention has an argument of that name
