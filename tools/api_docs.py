@@ -135,7 +135,8 @@ def door(module: str) -> list[str]:
         source = text
         if name in homes:
             source = (ROOT / "python" / f"{homes[name].replace('.', '/')}.py").read_text()
-        node = next(n for n in ast.parse(source).body if getattr(n, "name", "") == name)
+        named = [n for n in ast.parse(source).body if getattr(n, "name", "") == name]
+        node = named[-1]  # behind its overloads
         code = [] if isinstance(node, ast.ClassDef) else signature(node)
         block = ["```python", *code, "```", ""] if code else []
         doc = markdown(ast.get_docstring(node, clean=False))

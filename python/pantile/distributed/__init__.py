@@ -20,20 +20,6 @@ from pantile.distributed._adapters import (  # noqa: E402
 from pantile.distributed._attention import Prefetched, attention, prefetch  # noqa: E402
 from pantile.distributed._plan import Plan, plan  # noqa: E402
 
-
-def register_dtensor_rules() -> None:
-    """Lets :func:`pantile.attention` run on DTensors sharded by batch or heads, without any
-    transfer. Imports ``torch.distributed.tensor``; calls after the first do nothing."""
-    global _rules_registered
-    if not _rules_registered:
-        from pantile.distributed import _dtensor
-
-        _dtensor.register()
-        _rules_registered = True
-
-
-_rules_registered = False
-
 __all__ = [
     "AttentionModule",
     "Plan",
@@ -43,5 +29,4 @@ __all__ = [
     "core_attention",
     "plan",
     "prefetch",
-    "register_dtensor_rules",
 ]

@@ -1,15 +1,12 @@
-"""DTensors in and out of ``attention``, and how pantile's operators may be sharded.
-
-Without context parallelism the operators work on each shard of the batch or of the heads by
-themselves: their DTensor rules say so, and no rank sends anything.
-"""
+"""DTensors in and out of ``attention``. Those sharded by batch or heads alone are of no concern here:
+:mod:`pantile.integrations.dtensor`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 Tensor = torch.Tensor
 
@@ -60,66 +57,3 @@ def _whole(local: Tensor, like: DTensor, placements, shape: torch.Size) -> DTens
     return DTensor.from_local(
         local, like.device_mesh, placements, run_check=False, shape=shape, stride=strides
     )
-
-
-# ---- rules of the operators: one row each for replicated, by batch, by heads
-
-
-def _rows(packed: bool, outputs_lse: tuple[bool, ...], inputs_lse: tuple, heads_divide: bool):
-    """Acceptable (outputs, inputs) of one mesh dimension. ``inputs_lse``: of each input whether it
-    has the layout of lse; None: no tensor."""
-
-    def row(of_rows: Any, of_lse: Any) -> tuple[list, list]:
-        def placed(is_lse):
-            return None if is_lse is None else of_lse if is_lse else of_rows
-
-        return [placed(x) for x in outputs_lse], [placed(x) for x in inputs_lse]
-
-    found = [row(Replicate(), Replicate())]
-    if not packed:
-        found.append(row(Shard(0), Shard(0)))
-    if heads_divide:
-        head = 1 if packed else 2
-        found.append(row(Shard(head), Shard(head - 1)))
-    return found
-
-
-def register() -> None:
-    """Rules for ``torch.ops.pantile.forward`` and ``backward``; once."""
-    from torch.distributed.tensor.experimental import register_sharding
-
-    from pantile._schema import BACKWARD, FORWARD
-
-    def divides(k, q) -> bool:
-        """Of every mesh dimension: a rule does not know which it is asked for."""
-        return all(k.shape[-2] % size == 0 for size in k.mesh.shape)
-
-    @register_sharding(torch.ops.pantile.forward.default)
-    def forward_rule(*arguments):
-        a = FORWARD.split(arguments)
-        packed = a.call.cu_seqlens_q is not None
-        inputs = (False, False, False)
-        rows = _rows(packed, (False, True, False), inputs, divides(a.k, a.q))
-        return _with_others(rows, arguments, len(inputs))
-
-    @register_sharding(torch.ops.pantile.backward.default)
-    def backward_rule(*arguments):
-        count = BACKWARD.operand_count
-        a = BACKWARD.split(arguments)
-        packed = a.call.cu_seqlens_q is not None
-        names = BACKWARD._arguments._fields[:count]
-        inputs = tuple(
-            None if x is None else name in ("lse", "grad_lse")
-            for name, x in zip(names, arguments, strict=False)
-        )
-        rows = _rows(packed, (False,) * 3, inputs, divides(a.k, a.q))
-        return _with_others(rows, arguments, count)
-
-
-def _with_others(rows, arguments, operands: int):
-    """The other arguments: tensors (lengths) are replicated, the rest is None."""
-    others = [
-        Replicate() if hasattr(x, "placements") or hasattr(x, "tensor_meta") else None
-        for x in arguments[operands:]
-    ]
-    return [(outputs, [*inputs, *others]) for outputs, inputs in rows]

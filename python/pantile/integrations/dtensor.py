@@ -21,6 +21,7 @@ from pantile._attention import load_torch
 from pantile._schema import (
     BACKWARD,
     BACKWARD_VARIANT,
+    CAPTURED,
     FORWARD,
     FORWARD_EXTRA,
     FORWARD_VARIANT,
@@ -74,7 +75,8 @@ class _Rules:
 
     def kinds(self) -> list[str]:
         a = self.named
-        if getattr(a, "dropout", 0) > 0:  # masks count sequences and heads from the first one
+        # Dropout counts sequences and heads from the first one, and expressions read their numbers.
+        if any(getattr(a, name, None) for name in ("dropout", "score", "mask_expression")):
             return ["whole"]
         kinds = ["whole"]
         if not self.packed:
@@ -92,10 +94,10 @@ class _Rules:
             return self.shard(0) if kind == "heads" else self.whole
         if name == "alibi":
             return self.shard(1 if kind == "heads" else 0)
-        if name in ("bias", "mask"):
+        if name in ("bias", "mask", "block_mask"):
             axis = 1 if kind == "heads" else 0
             return self.shard(axis) if shape[axis] > 1 else self.whole
-        if name in ("query_ids", "key_ids") and kind == "batch" and shape[0] > 1:
+        if name in ("query_ids", "key_ids", "prefixes") and kind == "batch" and shape[0] > 1:
             return self.shard(0)
         return self.whole
 
@@ -133,7 +135,10 @@ class _Rules:
         return answer
 
     def gradient(self, kind: str, name: str) -> Any:
-        """Of alibi, sinks or bias: what every part of a sharded batch has a share in is a sum."""
+        """Of alibi, sinks or bias: what every part of a sharded batch has a share in is a sum. Calls
+        with captured tensors are not sharded."""
+        if name in CAPTURED:
+            return self.whole
         x = getattr(self.named, name)
         if kind == "whole" or not getattr(self.named, f"wants_{name}"):
             return self.whole
@@ -182,7 +187,7 @@ def register() -> None:
         (ops.backward.default, _backward_rules(BACKWARD, ())),
         (
             ops.backward_variant.default,
-            _backward_rules(BACKWARD_VARIANT, ("alibi", "sinks", "bias")),
+            _backward_rules(BACKWARD_VARIANT, ("alibi", "sinks", "bias", *CAPTURED)),
         ),
     ):
         register_sharding(op)(rules)
