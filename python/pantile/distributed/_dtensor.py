@@ -1,4 +1,4 @@
-"""DTensors in and out of ``attention``. Those sharded by batch or heads alone are of no concern here:
+"""DTensors in and out of ``attention``; for those sharded by batch or heads alone, see
 :mod:`pantile.integrations.dtensor`."""
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ class _Rules:
         return answer
 
     def gradient(self, kind: str, name: str) -> Any:
-        """Of alibi, sinks or bias: what every part of a sharded batch has a share in is a sum. Calls
-        with captured tensors are not sharded."""
+        """Of alibi, sinks or bias: what every part of a sharded batch has a share in is a sum.
+        Calls with captured tensors are not sharded."""
         if name in CAPTURED:
             return self.whole
         x = getattr(self.named, name)
