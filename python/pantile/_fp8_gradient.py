@@ -31,6 +31,7 @@ from pantile._fp8_codes import (
 )
 from pantile._fp8_numbers import dequantize_op as _op
 from pantile._fp8_numbers import run_dequantize
+from pantile._options import quantize_backend
 from pantile._schema import (
     DEQUANTIZE,
     FP8_FORWARD,
@@ -78,7 +79,8 @@ def numbers_of(codes: Codes, form: Form, call: Any, dtype: torch.dtype, rotated:
     run = run_dequantize if takes_short_cut((*operands, *present(lengths_of(call)))) else _op
     packing = tuple(call)[: len(PACKING)]
     blocks = form.block_q, form.block_k, form.hadamard
-    return run(*operands, *packing, *form[:4], dtype, *blocks, rotated, call.backend)
+    backend = quantize_backend(call.backend, call.backend_preferred, codes.codes_q.device.type)
+    return run(*operands, *packing, *form[:4], dtype, *blocks, rotated, backend)
 
 
 def _rotated_back(grad_q: Tensor, grad_k: Tensor, form: Form) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ _library.define(FORWARD_OUT.schema, tags=(torch.Tag.pt2_compliant_tag,))
 out_op = torch.ops.pantile.forward_out.default
 
 # The variant of a call that has none, as the operator takes it.
-_NONE = Variant(*(None,) * VARIANT_TENSOR_COUNT, 0.0, *(0,) * 6)
+_NONE = Variant()
 _NUMBERS = _NONE[VARIANT_TENSOR_COUNT:]
 
 

@@ -129,13 +129,13 @@ def _softcap_of(softcap: object) -> float:
 
 
 def resolve_variant(
-    softcap: object,
-    alibi: Any,
-    bias: Any,
-    sinks: Any,
-    dropout: object,
-    mask: Any,
-    score: Score | None,
+    softcap: object = None,
+    alibi: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout: object = None,
+    mask: Any = None,
+    score: Score | None = None,
 ) -> tuple[Variant, Dropout | None] | None:
     """The variant, without its seed, and the dropout that asks for one; None: plain attention."""
     if softcap is alibi is bias is sinks is dropout is mask is score is None:

@@ -15,7 +15,7 @@ from pantile._attention import _fp8_ops
 from pantile._attention import attention as _attention
 from pantile._foreign import refuse
 from pantile._fp8 import quantize
-from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
+from pantile._options import DEFAULT_OPTIONS, Options, quantize_backend, resolve_options
 from pantile._quantized import Quantized
 
 if TYPE_CHECKING:
@@ -145,4 +145,6 @@ def dequantize(
     if name not in _FLOATS:
         allowed = ", ".join(_FLOATS)
         raise ValueError(f"dtype is {shown(dtype)}; it must be one of {allowed}, or None")
-    return _fp8_ops().dequantize(operands, name, keep_mean, options.backend)
+    device = operands.codes_q.device.type
+    backend = quantize_backend(options.backend, options.backend_preferred, device)
+    return _fp8_ops().dequantize(operands, name, keep_mean, backend)

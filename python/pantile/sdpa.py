@@ -76,7 +76,7 @@ def _torch_scale(v: Tensor, p: float) -> tuple[Tensor, float]:
 
 
 def _dropout(p: float, seed: Tensor, q: Tensor) -> Variant | None:
-    resolved = resolve_variant(None, None, None, None, Dropout(p, seed=seed), None)
+    resolved = resolve_variant(dropout=Dropout(p, seed=seed))
     if resolved is None:  # p rounds to 0
         return None
     return explained_variant(resolved[0]._replace(dropout_seed=seed), q)
@@ -126,7 +126,7 @@ def _backward(grad_out, q, k, v, out, lse, call, dropout_p: float, rng_state: Te
     if variant is None:  # p rounds to 0
         grads = run_backward(*tensors, call, False)
     else:
-        grads = run_variant_backward(*tensors, variant, call, False, (False,) * 3)[:3]
+        grads = run_variant_backward(*tensors, variant, call, False, (False, False, False, 0))[:3]
     grad_q, grad_k, grad_v = grads
     return grad_q, grad_k, grad_v if factor == 1.0 else grad_v * factor
 
@@ -411,7 +411,7 @@ class _CpuCall:
             attn_mask = attn_mask[..., : self.keys]
         mask = attn_mask if attn_mask.dtype is torch.bool else None
         bias = attn_mask if mask is None else None
-        resolved = resolve_variant(None, None, bias, None, None, mask)
+        resolved = resolve_variant(bias=bias, mask=mask)
         assert resolved is not None
         return explained_variant(resolved[0], self.q)
 
@@ -461,7 +461,7 @@ def _cpu_backward(
         grads = run_backward(grad_o, None, c.q, c.k, c.v, o, None, logsumexp, c.call, False)
     else:
         tensors = (grad_o, None, c.q, c.k, c.v, o, None, logsumexp.contiguous())
-        grads = run_variant_backward(*tensors, c.variant, c.call, False, (False,) * 3)
+        grads = run_variant_backward(*tensors, c.variant, c.call, False, (False, False, False, 0))
     grad_q, grad_k, grad_v = grads[:3]
     return grad_q.transpose(1, 2), c.padded(grad_k), c.padded(grad_v)
 

@@ -9,7 +9,7 @@ import fp8_gradient_error as errors
 import pantile
 import pytest
 import torch
-from pantile._schema import Call
+from pantile._schema import LENGTHS, Call
 from support import DTYPES, Target
 
 NAMES = ("dq", "dk", "dv")
@@ -309,7 +309,7 @@ def test_saved_bytes_are_those_that_explain_tells(backward):
 def test_opcheck():
     q, k, v = (normal(1, n, h, 64, seed=n) for n, h in ((128, 2), (256, 1), (256, 1)))
     none = (None,) * 3
-    lengths = (None,) * 4
+    lengths = (None,) * len(LENGTHS)
     made = torch.ops.pantile.quantize(q, k, v, *none, *lengths, 0, 0, 128, 128, True, True, "auto")
     checks = ("test_autograd_registration", "test_faketensor")
     numbers = (*lengths, 0, 0, 1, 128, 256, 64, torch.bfloat16, 128, 128, True, True, "auto")

@@ -397,7 +397,7 @@ def test_backward_of_pages_is_refused(target):
     require(target, q.detach(), k, v, *bounds, **places)
     o = pantile.varlen_attention(q, k, v, *bounds, **places, options=target.options)
     with pytest.raises(
-        pantile.UnsupportedError, match=r"does not serve paged keys \(block_table\)"
+        pantile.UnsupportedError, match=r"does not serve keys in pages \(block_table\)"
     ):
         o.sum().backward()
 

@@ -10,7 +10,7 @@ import pantile
 import pytest
 import torch
 from pantile import _direct
-from pantile._schema import Call, bind
+from pantile._schema import VARIANT_TENSOR_COUNT, Call, Variant, bind
 from support import bits, dense, packed, require_kernel
 
 GUARD = 7.25  # exact in every dtype
@@ -265,8 +265,9 @@ def test_operator_and_graph():
 
 def test_schema():
     q, k = torch.randn(1, 5, 2, 16), torch.randn(1, 6, 2, 16)
-    variant = (*(None,) * 7, 0.0, *(0,) * 6)
-    arguments = (q, k, k, torch.empty_like(q), *variant[:7], *Call(), *variant[7:], False, True)
+    variant, count = Variant(), VARIANT_TENSOR_COUNT
+    tensors = (q, k, k, torch.empty_like(q), *variant[:count])
+    arguments = (*tensors, *Call(), *variant[count:], False, True)
     op = torch.ops.pantile.forward_out.default
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 

@@ -191,8 +191,8 @@ def _backward(
     if cap is None:
         grads = _direct.run_backward(*tensors, call, deterministic)
     else:
-        variant = Variant(*(None,) * 7, cap, 0, 0, 0, 0, 0, 0)
-        grads = run_variant_backward(*tensors, variant, call, deterministic, (False,) * 3)[:3]
+        variant = Variant(softcap=cap)
+        grads = run_variant_backward(*tensors, variant, call, deterministic, (False, False, False, 0))[:3]
     shapes = (q, k, v)
     grads = [g.view(x.shape) for g, x in zip(grads, shapes, strict=True)]
     places = (("dq", dq), ("dk", dk), ("dv", dv))

@@ -30,7 +30,7 @@ __all__ = [
 
 def _variant(q: Tensor, softcap: Any, alibi: Any, dropout_p: Any, seed: Any) -> Variant | None:
     drop = _shared.dropout_of(dropout_p, q, False)
-    resolved = resolve_variant(_shared.softcap_of(softcap), alibi, None, None, drop, None)
+    resolved = resolve_variant(_shared.softcap_of(softcap), alibi, dropout=drop)
     if resolved is None:
         return None
     variant, chosen = resolved
@@ -83,7 +83,7 @@ def _backward(dout, q, k, v, out, lse, places, packing, how, deterministic, seed
         if variant is None:
             grads = _direct.run_backward(*tensors, call, deterministic)
         else:
-            wants = (False, False, False)
+            wants = (False, False, False, 0)
             grads = run_variant_backward(*tensors, variant, call, deterministic, wants)[:3]
         for name, place, grad in zip(("dq", "dk", "dv"), places, grads, strict=True):
             if place is not None:

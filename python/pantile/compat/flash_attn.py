@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 import torch
 
 from pantile import _C
-from pantile._attention import attention, varlen_attention
+from pantile._attention import attention
+from pantile._varlen import varlen_attention
 from pantile.compat import _shared
 from pantile.compat._shared import Tensor
 

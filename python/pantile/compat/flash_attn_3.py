@@ -22,8 +22,9 @@ import torch
 
 from pantile import _C, fp8
 from pantile._arguments import shown
-from pantile._attention import attention, varlen_attention
+from pantile._attention import attention
 from pantile._merge import merge_attention
+from pantile._varlen import varlen_attention
 from pantile.compat import _shared
 from pantile.compat._shared import Tensor
 
