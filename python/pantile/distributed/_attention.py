@@ -10,8 +10,8 @@ import torch
 
 from pantile._arguments import choice, flag, integer, optional_scale, shown
 from pantile._attention import attention as _attention
-from pantile._attention import varlen_attention as _varlen_attention
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
+from pantile._varlen import varlen_attention as _varlen_attention
 from pantile.distributed._exchange import Job, KeyExchange
 from pantile.distributed._heads import HeadSplit, Side, ToHeads, ToRows, local_calls
 from pantile.distributed._local import Settings
