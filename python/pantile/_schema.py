@@ -130,6 +130,8 @@ VARIANT_TENSOR_NAMES = tuple(field.name for field in _fields_of(VARIANT_TENSORS)
 VARIANT_TENSOR_COUNT = len(VARIANT_TENSOR_NAMES)
 CAPTURED = tuple(name for name in VARIANT_TENSOR_NAMES if name.startswith("captured"))
 Variant = namedtuple("Variant", VARIANT)
+# Of a call without one: no tensors, zeros, empty expressions.
+NO_VARIANT = Variant(*(None,) * VARIANT_TENSOR_COUNT, 0.0, *(0,) * 7, "", "", "")
 
 
 def variant_of(arguments: Any) -> Variant:
