@@ -20,7 +20,15 @@ from pantile._ops import (
     new_max_logit,
     prepare,
 )
-from pantile._schema import FORWARD_OUT, VARIANT_TENSOR_COUNT, Variant, bind, lengths_of, variant_of
+from pantile._schema import (
+    FORWARD_OUT,
+    NO_VARIANT,
+    VARIANT_TENSOR_COUNT,
+    Variant,
+    bind,
+    lengths_of,
+    variant_of,
+)
 from pantile._torch_private import below_autograd
 from pantile._variant_ops import seeded_variant
 
@@ -29,9 +37,7 @@ Tensor = torch.Tensor
 _library.define(FORWARD_OUT.schema, tags=(torch.Tag.pt2_compliant_tag,))
 out_op = torch.ops.pantile.forward_out.default
 
-# The variant of a call that has none, as the operator takes it.
-_NONE = Variant()
-_NUMBERS = _NONE[VARIANT_TENSOR_COUNT:]
+_NUMBERS = NO_VARIANT[VARIANT_TENSOR_COUNT:]
 
 
 def _given(a) -> Variant | None:
@@ -124,7 +130,7 @@ def attention(q, k, v, out, call, variant, dropout, checked, return_lse, extras)
         return _chosen(out, lse, largest, return_lse)
     if not is_compiling():
         prepare(q, k, v, lengths_of(call))
-    given = _NONE if variant is None else variant
+    given = NO_VARIANT if variant is None else variant
     lse, largest = out_op(
         *(q, k, v, out, *given[:VARIANT_TENSOR_COUNT], *call, *given[VARIANT_TENSOR_COUNT:]),
         *(checked, max_logit),

@@ -130,12 +130,12 @@ VARIANT_TENSOR_NAMES = tuple(field.name for field in _fields_of(VARIANT_TENSORS)
 VARIANT_TENSOR_COUNT = len(VARIANT_TENSOR_NAMES)
 CAPTURED = tuple(name for name in VARIANT_TENSOR_NAMES if name.startswith("captured"))
 _NOTHING = {"Tensor?": None, "float": 0.0, "int": 0, "SymInt": 0, "str": ""}
-# Without arguments: the variant of plain attention.
 Variant = namedtuple(
     "Variant",
     VARIANT,
     defaults=[_NOTHING[x.kind] for x in _fields_of(f"{VARIANT_TENSORS}, {VARIANT_NUMBERS}")],
 )
+NO_VARIANT = Variant()  # plain attention
 
 
 def variant_of(arguments: Any) -> Variant:

@@ -90,8 +90,15 @@ def _own_elements(bias: Tensor) -> Tensor:
     return bias.contiguous() if expanded else bias
 
 
-def _run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, variant, call, deterministic, wants):
-    """Of q, k, v, _WANTED and CAPTURED; None for those of the variant's that are not wanted."""
+# Of a caller that wants the gradients of q, k and v only.
+ONLY_OPERANDS = (False, False, False, 0)
+
+
+def _run_backward(
+    grad_o, grad_lse, q, k, v, o, o_low, lse, variant, call, deterministic, wants, into=None
+):
+    """Of q, k, v, _WANTED and CAPTURED; None for those of the variant's that are not wanted.
+    ``into``: as of run_backward."""
     variant = readable_variant(variant)
     *wants, bits = wants
     if wants[2]:
@@ -110,7 +117,9 @@ def _run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, variant, call, deter
         for i, name in enumerate(CAPTURED)
     )
     changes = (variant, *gradients, captured if bits else None)
-    grads = run_backward(grad_o, grad_lse, q, k, v, o, o_low, lse, call, deterministic, changes)
+    grads = run_backward(
+        grad_o, grad_lse, q, k, v, o, o_low, lse, call, deterministic, changes, into
+    )
     if gradients[2] is not None:
         gradients[2] = gradients[2].to(variant.bias.dtype)
     rounded = (

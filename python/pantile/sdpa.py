@@ -24,8 +24,8 @@ from pantile._direct import run_backward, run_forward
 from pantile._masks import window_bounds
 from pantile._options import DEFAULT_OPTIONS
 from pantile._schema import NAMES, OPTIONS, Variant
+from pantile._variant_ops import ONLY_OPERANDS, explained_variant
 from pantile._variant_ops import _run_backward as run_variant_backward
-from pantile._variant_ops import explained_variant
 from pantile._variants import Dropout, resolve_variant
 from pantile.compat import _shared
 
@@ -52,16 +52,25 @@ def _new_call(packing: dict, scale: float | None, left: int, right: int) -> _C.C
 
 
 def _in_strides_of(like: Tensor, x: Tensor) -> Tensor:
-    """``x`` in the strides of ``torch.empty_like(like)``, which compiled programs count on.
-
-    The one place that copies outputs: kernels write contiguous [batch, seq, heads, dim] only, which
-    is right for heads that are views of a projection. Tensors that are [batch, heads, seq, dim] in
-    memory cost a copy.
-    """
+    """``x`` in the strides of ``torch.empty_like(like)``, which compiled programs count on."""
     if x.stride() == like.stride() or x.shape != like.shape:
         return x
     place = torch.empty_like(like)
     return x if x.stride() == place.stride() else place.copy_(x)
+
+
+def _place(like: Tensor, rows: tuple) -> Tensor | None:
+    """Memory for an output in those strides, so that nothing is copied; None: kernels, whose last
+    stride is 1, cannot write there."""
+    if like.shape != rows:
+        return None
+    place = torch.empty_like(like)
+    return place if place.stride(-1) == 1 or place.shape[-1] <= 1 else None
+
+
+def _by_rows(x: Tensor | None) -> Tensor | None:
+    """[batch, heads, seq, dim] as [batch, seq, heads, dim]."""
+    return None if x is None else x.transpose(1, 2)
 
 
 # ---- dropout: rng_state is the seed of pantile.Dropout
@@ -76,7 +85,7 @@ def _torch_scale(v: Tensor, p: float) -> tuple[Tensor, float]:
 
 
 def _dropout(p: float, seed: Tensor, q: Tensor) -> Variant | None:
-    resolved = resolve_variant(dropout=Dropout(p, seed=seed))
+    resolved = resolve_variant(None, None, None, None, Dropout(p, seed=seed), None, None)
     if resolved is None:  # p rounds to 0
         return None
     return explained_variant(resolved[0]._replace(dropout_seed=seed), q)
@@ -94,8 +103,9 @@ def _signed(q: Tensor, k: Tensor, p: float, seed: Tensor, call: _C.Call) -> Tens
     )
 
 
-def _forward(q, k, v, call, dropout_p: float, return_debug_mask: bool):
-    """(o, lse, rng_state, unused, debug_attn_mask) of [batch, seq, heads, dim] or packed rows."""
+def _forward(q, k, v, call, dropout_p: float, return_debug_mask: bool, out: Tensor | None):
+    """(o, lse, rng_state, unused, debug_attn_mask) of [batch, seq, heads, dim] or packed rows. o is
+    ``out``, if that is given."""
     device = q.device
     variant = None
     if dropout_p > 0.0:
@@ -105,7 +115,7 @@ def _forward(q, k, v, call, dropout_p: float, return_debug_mask: bool):
         rng_state = seed.view(torch.uint64)
     else:  # nobody reads it
         rng_state = torch.empty(2, dtype=torch.uint64, device=device)
-    o, lse, _, _ = run_forward(q, k, v, call, False, True, None, False, variant)
+    o, lse, _, _ = run_forward(q, k, v, call, False, True, None, False, variant, out)
     if return_debug_mask and dropout_p > 0.0:
         if call.packed:
             raise _C.UnsupportedError(
@@ -117,18 +127,30 @@ def _forward(q, k, v, call, dropout_p: float, return_debug_mask: bool):
     return o, lse, rng_state, torch.empty((), dtype=torch.uint64, device=device), debug_mask
 
 
-def _backward(grad_out, q, k, v, out, lse, call, dropout_p: float, rng_state: Tensor):
+def _backward(
+    grad_out, q, k, v, out, lse, call, dropout_p: float, rng_state: Tensor, into: tuple | None
+):
     if dropout_p == 0.0:
-        return run_backward(grad_out, None, q, k, v, out, None, lse, call, False)
+        return run_backward(grad_out, None, q, k, v, out, None, lse, call, False, (), into)
     variant = _dropout(dropout_p, rng_state.view(torch.int64), q)
     v, factor = _torch_scale(v, dropout_p)
     tensors = (grad_out, None, q, k, v, out, None, lse)
     if variant is None:  # p rounds to 0
-        grads = run_backward(*tensors, call, False)
+        grads = run_backward(*tensors, call, False, (), into)
     else:
-        grads = run_variant_backward(*tensors, variant, call, False, (False, False, False, 0))[:3]
-    grad_q, grad_k, grad_v = grads
-    return grad_q, grad_k, grad_v if factor == 1.0 else grad_v * factor
+        grads = run_variant_backward(*tensors, variant, call, False, ONLY_OPERANDS, into)[:3]
+    if factor != 1.0:
+        grads[2].mul_(factor)
+    return grads
+
+
+def _gradients(likes: tuple, by_rows: Any, run: Any) -> tuple:
+    """The gradients of ``likes``, in strides like theirs. ``run``: of places as rows, or None."""
+    places = tuple(_place(x, x.shape) for x in likes)
+    if all(x is not None for x in places):
+        run(tuple(by_rows(x) for x in places))
+        return places
+    return tuple(_in_strides_of(x, by_rows(grad)) for x, grad in zip(likes, run(None), strict=True))
 
 
 # ---- aten::_scaled_dot_product_flash_attention: [batch, heads, seq, dim]
@@ -150,8 +172,9 @@ def _sdpa_forward(
 ):
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     call = _scale_and_causal(scale, is_causal)
-    o, lse, *state = _forward(q, k, v, call, dropout_p, return_debug_mask)
-    out = _in_strides_of(query, o.transpose(1, 2))
+    place = _place(query, (*query.shape[:-1], value.shape[-1]))
+    o, lse, *state = _forward(q, k, v, call, dropout_p, return_debug_mask, _by_rows(place))
+    out = _in_strides_of(query, o.transpose(1, 2)) if place is None else place
     return out, lse, None, None, query.shape[2], key.shape[2], *state
 
 
@@ -173,12 +196,12 @@ def _sdpa_backward(
     *,
     scale=None,
 ):
-    tensors = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
     call = _scale_and_causal(scale, is_causal)
-    grads = _backward(*tensors, logsumexp, call, dropout_p, philox_seed)
-    return tuple(
-        _in_strides_of(x, grad.transpose(1, 2))
-        for x, grad in zip((query, key, value), grads, strict=True)
+    return _gradients(
+        (query, key, value),
+        _by_rows,
+        lambda into: _backward(*tensors, logsumexp, call, dropout_p, philox_seed, into),
     )
 
 
@@ -238,14 +261,18 @@ def _flash_forward(
     alibi_slopes=None,
     block_table=None,
     num_splits=None,
+    _into=None,
 ):
     _refuse_options(query, alibi_slopes, block_table, seqused_k)
     call = _call_of(
         *(query, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale),
         *(window_size_left, window_size_right, seqused_k),
     )
-    o, *others = _forward(query, key, value, call, dropout_p, return_debug_mask)
-    return _in_strides_of(query, o), *others
+    place = _into
+    if place is None:
+        place = _place(query, (*query.shape[:-1], value.shape[-1]))
+    o, *others = _forward(query, key, value, call, dropout_p, return_debug_mask, place)
+    return _in_strides_of(query, o) if place is None else o, *others
 
 
 def _flash_forward_into(
@@ -266,12 +293,18 @@ def _flash_forward_into(
         raise _C.UnsupportedError(
             f"dropout_p is {dropout_p}; with an output of its own it must be 0"
         )
+    shape = (*query.shape[:-1], value.shape[-1])
+    if out.shape != shape or out.dtype is not query.dtype:
+        raise ValueError(f"out is {shown(out)}; it must be {query.dtype} of shape {list(shape)}")
+    into = out if out.stride(-1) == 1 else None
     o, lse, *_ = _flash_forward(
         *(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k),
         *(0.0, is_causal, return_debug_mask),
+        _into=into,
         **named,
     )
-    _shared.written_to(out, o)
+    if into is None:
+        out.copy_(o)
     return lse
 
 
@@ -299,9 +332,11 @@ def _flash_backward(
         *(query, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale),
         *(window_size_left, window_size_right),
     )
-    grads = _backward(*(grad_out, query, key, value, out, logsumexp, call, dropout_p, rng_state))
-    return tuple(
-        _in_strides_of(x, grad) for x, grad in zip((query, key, value), grads, strict=True)
+    tensors = (grad_out, query, key, value, out, logsumexp)
+    return _gradients(
+        (query, key, value),
+        lambda x: x,
+        lambda into: _backward(*tensors, call, dropout_p, rng_state, into),
     )
 
 
@@ -411,7 +446,7 @@ class _CpuCall:
             attn_mask = attn_mask[..., : self.keys]
         mask = attn_mask if attn_mask.dtype is torch.bool else None
         bias = attn_mask if mask is None else None
-        resolved = resolve_variant(bias=bias, mask=mask)
+        resolved = resolve_variant(None, None, bias, None, None, mask, None)
         assert resolved is not None
         return explained_variant(resolved[0], self.q)
 
@@ -424,10 +459,13 @@ class _CpuCall:
 
 def _cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
     c = _CpuCall(query, key, value, dropout_p, is_causal, attn_mask, scale)
-    o, lse, _, _ = run_forward(c.q, c.k, c.v, c.call, False, True, None, False, c.variant)
-    out = o.transpose(1, 2)
     like_query, lse_by_rows = _cpu_layouts()
-    if like_query:
+    place = _place(query, (*query.shape[:-1], value.shape[-1])) if like_query else None
+    o, lse, _, _ = run_forward(
+        c.q, c.k, c.v, c.call, False, True, None, False, c.variant, _by_rows(place)
+    )
+    out = o.transpose(1, 2)
+    if like_query and place is None:
         out = _in_strides_of(query, out)
     return out, lse.transpose(1, 2).contiguous().transpose(1, 2) if lse_by_rows else lse
 
@@ -461,7 +499,7 @@ def _cpu_backward(
         grads = run_backward(grad_o, None, c.q, c.k, c.v, o, None, logsumexp, c.call, False)
     else:
         tensors = (grad_o, None, c.q, c.k, c.v, o, None, logsumexp.contiguous())
-        grads = run_variant_backward(*tensors, c.variant, c.call, False, (False, False, False, 0))
+        grads = run_variant_backward(*tensors, c.variant, c.call, False, ONLY_OPERANDS)
     grad_q, grad_k, grad_v = grads[:3]
     return grad_q.transpose(1, 2), c.padded(grad_k), c.padded(grad_v)
 

@@ -337,10 +337,10 @@ def test_out_of_a_wrong_form_is_refused():
     q, k, v = (x[0] for x in operands(1, 45, 45))
     bounds = torch.tensor([0, 45], dtype=torch.int32)
     for out, words in ((torch.empty(44, 4, 32), "shape"), (torch.empty(45, 4, 32).half(), "dtype")):
-        with pytest.raises(ValueError, match=f"out .*{words}"):
+        with pytest.raises((TypeError, ValueError), match=f"out .*{words}"):
             vllm.flash_attn_varlen_func(q, k, v, 45, bounds, 45, bounds, out=out)
     q.requires_grad_()
-    with pytest.raises(ValueError, match="out is given"):
+    with pytest.raises(pantile.UnsupportedError, match="out is given"):
         vllm.flash_attn_varlen_func(q, k, v, 45, bounds, 45, bounds, out=torch.empty(45, 4, 32))
 
 
@@ -352,12 +352,10 @@ SOMETHING = torch.zeros(2, dtype=torch.int32)
 @pytest.mark.parametrize(
     ("function", "name", "value"),
     [
-        (fa2.flash_attn_varlen_func, "block_table", SOMETHING),
         (fa3.flash_attn_func, "qv", SOMETHING),
         (fa3.flash_attn_func, "attention_chunk", 128),
         (fa3.flash_attn_varlen_func, "qv", SOMETHING),
         (fa3.flash_attn_varlen_func, "attention_chunk", 128),
-        (vllm.flash_attn_varlen_func, "block_table", SOMETHING),
         (vllm.flash_attn_varlen_func, "q_v", SOMETHING),
         (vllm.flash_attn_varlen_func, "cp_tot_seqused_k", SOMETHING),
         (vllm.flash_attn_varlen_func, "cp_world_size", 2),
@@ -375,12 +373,6 @@ def test_refusals_name_the_argument(function, name, value):
         arguments = operands()
     with pytest.raises(pantile.UnsupportedError, match=f"^{name} is "):
         function(*arguments, **{name: value})
-
-
-@pytest.mark.parametrize("module", [fa2, fa3])
-def test_a_cache_is_refused(module):
-    with pytest.raises(pantile.UnsupportedError, match="flash_attn_with_kvcache"):
-        module.flash_attn_with_kvcache(*operands())
 
 
 def test_wrong_values_name_their_argument():

@@ -12,7 +12,8 @@ import torch
 from pantile import _C, _direct
 from pantile._arguments import shown
 from pantile._options import DEFAULT_OPTIONS
-from pantile._schema import Call, Variant, bind
+from pantile._schema import NO_VARIANT, Call, bind
+from pantile._variant_ops import ONLY_OPERANDS
 from pantile._variant_ops import _run_backward as run_variant_backward
 from pantile.compat import _shared, flash_attn_3
 from pantile.compat._shared import Tensor
@@ -191,8 +192,8 @@ def _backward(
     if cap is None:
         grads = _direct.run_backward(*tensors, call, deterministic)
     else:
-        variant = Variant(softcap=cap)
-        grads = run_variant_backward(*tensors, variant, call, deterministic, (False, False, False, 0))[:3]
+        variant = NO_VARIANT._replace(softcap=cap)
+        grads = run_variant_backward(*tensors, variant, call, deterministic, ONLY_OPERANDS)[:3]
     shapes = (q, k, v)
     grads = [g.view(x.shape) for g, x in zip(grads, shapes, strict=True)]
     places = (("dq", dq), ("dk", dk), ("dv", dv))

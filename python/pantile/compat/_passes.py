@@ -9,8 +9,8 @@ import torch
 
 from pantile import _direct
 from pantile._schema import Variant
+from pantile._variant_ops import ONLY_OPERANDS, explained_variant
 from pantile._variant_ops import _run_backward as run_variant_backward
-from pantile._variant_ops import explained_variant
 from pantile._variants import resolve_variant
 from pantile.compat import _shared
 from pantile.compat._operators import call_of
@@ -30,7 +30,7 @@ __all__ = [
 
 def _variant(q: Tensor, softcap: Any, alibi: Any, dropout_p: Any, seed: Any) -> Variant | None:
     drop = _shared.dropout_of(dropout_p, q, False)
-    resolved = resolve_variant(_shared.softcap_of(softcap), alibi, dropout=drop)
+    resolved = resolve_variant(_shared.softcap_of(softcap), alibi, None, None, drop, None, None)
     if resolved is None:
         return None
     variant, chosen = resolved
@@ -83,8 +83,7 @@ def _backward(dout, q, k, v, out, lse, places, packing, how, deterministic, seed
         if variant is None:
             grads = _direct.run_backward(*tensors, call, deterministic)
         else:
-            wants = (False, False, False, 0)
-            grads = run_variant_backward(*tensors, variant, call, deterministic, wants)[:3]
+            grads = run_variant_backward(*tensors, variant, call, deterministic, ONLY_OPERANDS)[:3]
         for name, place, grad in zip(("dq", "dk", "dv"), places, grads, strict=True):
             if place is not None:
                 _shared.written_to(place, grad, name)

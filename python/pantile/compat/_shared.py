@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-CACHE = "attention over a key-value cache is not served yet; pack the keys for the varlen function"
-PAGED = "paged keys are not served yet; gather the keys, or give them packed with seqused_k"
+CACHE = "this function serves no key-value cache; use flash_attn_with_kvcache"
+PAGED = "this function serves no pages; use block_table of pantile.varlen_attention"
 
 
 def refuse(name: str, value: object, answer: str, absent: Any = None) -> None:

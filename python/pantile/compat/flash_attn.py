@@ -17,14 +17,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from pantile import _C
 from pantile._attention import attention
 from pantile._varlen import varlen_attention
-from pantile.compat import _shared
+from pantile.compat import _cache, _shared
 from pantile.compat._shared import Tensor
 
 __all__ = [
@@ -171,13 +171,13 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: of the longest sequence.
         dropout_p, softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
         alibi_slopes, deterministic, return_attn_probs: as in :func:`flash_attn_func`.
-        block_table: refused: paged keys are not served yet.
+        block_table: int32 ``[batch, max_pages]``: k and v are pages ``[pages, page_size, heads_k,
+            head_dim]``, of which ``cu_seqlens_k`` only says how many keys there are. No gradient.
 
     Returns:
         out, or ``(out, softmax_lse [heads, total_q], S_dmask [batch, heads, max_seqlen_q,
         max_seqlen_k])``.
     """
-    _shared.refuse("block_table", block_table, _shared.PAGED)
     longest = (
         _shared.longest_of("max_seqlen_q", max_seqlen_q),
         _shared.longest_of("max_seqlen_k", max_seqlen_k),
@@ -186,11 +186,19 @@ def flash_attn_varlen_func(
         *(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes),
         return_attn_probs,
     )
-    packed = (q, k, v, cu_seqlens_q, cu_seqlens_k, *longest)
-    if not return_attn_probs:
-        return varlen_attention(*packed, deterministic=deterministic, **change)
-    o, lse = varlen_attention(*packed, deterministic=deterministic, return_lse=True, **change)
     drop = change["dropout"]
+    packed = (q, k, v, cu_seqlens_q, cu_seqlens_k, *longest)
+    change["deterministic"] = deterministic
+    if block_table is not None:
+        if drop is not None and return_attn_probs:
+            raise _C.UnsupportedError(
+                "return_attn_probs is True; S_dmask of paged keys is not served, leave it out"
+            )
+        packed = (q, k, v, cu_seqlens_q, None, *longest)
+        change |= {"block_table": block_table, "seqused_k": cu_seqlens_k.diff()}
+    if not return_attn_probs:
+        return varlen_attention(*packed, **change)
+    o, lse = varlen_attention(*packed, return_lse=True, **change)
     if drop is None:
         return o, lse, _no_weights(q)
     with torch.no_grad():
@@ -268,13 +276,46 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> NoReturn:
-    """Refused by name: attention over a key-value cache is not served yet.
+) -> Any:
+    """Attention over a key-value cache, which k and v are written into first, in place.
+
+    Args:
+        q: ``[batch, seqlen_q, heads, head_dim]``.
+        k_cache, v_cache: ``[batch_cache, seqlen_cache, heads_k, head_dim]``, or pages ``[pages,
+            page_size, heads_k, head_dim]`` of any size with ``block_table``.
+        k, v: ``[batch, seqlen_new, heads_k, head_dim]``: written to the slots from
+            ``cache_seqlens`` on.
+        rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: k is rotated by its slot. Query i
+            is rotated by ``cache_seqlens + i`` where a causal mask or a window is set, and all by
+            ``cache_seqlens`` otherwise. Needs k.
+        cache_seqlens: int32 ``[batch]`` or a number: slots in use before the call. Default: all.
+        cache_batch_idx: int32 ``[batch]``: which row of the cache a sequence has. Default: its own.
+        cache_leftpad: int32 ``[batch]``: slots at the front that hold no key.
+        block_table: int32 ``[batch, max_pages]``.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in :func:`flash_attn_func`.
+        rotary_interleaved: pairs are channels 2c and 2c + 1, else c and c + rotary_dim / 2.
+        num_splits: a hint without effect.
+        return_softmax_lse: also return the LSE.
+
+    Returns:
+        out, or ``(out, softmax_lse [batch, heads, seqlen_q])``. Has no gradient.
 
     Raises:
-        pantile.UnsupportedError: always.
+        TypeError, ValueError: an argument is wrong; nothing was written.
+        pantile.UnsupportedError: a tensor requires grad, or ALiBi slopes meet a cache whose pages
+            are padded at the front or whose sequences do not follow each other in memory.
     """
-    raise _C.UnsupportedError(f"flash_attn_with_kvcache: {_shared.CACHE}")
+    place = _cache.Place(
+        *(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    )
+    return _cache.attend(
+        *(q, place, (k, v), _cache.Rotation(rotary_cos, rotary_sin, rotary_interleaved)),
+        _cache.Mask(causal, _shared.window_of(window_size)),
+        scale=softmax_scale,
+        softcap=_shared.softcap_of(softcap),
+        alibi=alibi_slopes,
+        return_lse=return_softmax_lse,
+    )
 
 
 def _get_block_size_n(*_: object, **__: object) -> int:

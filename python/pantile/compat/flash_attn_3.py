@@ -10,22 +10,22 @@
   ``pantile.Options(fp8=True)``; codes have no gradient, here as there.
 - ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints about speed: they
   change no result, and pantile plans without them.
-- ``qv``, ``attention_chunk`` and everything of a key-value cache are refused by name.
+- ``qv`` and ``attention_chunk`` are refused by name.
 - softmax_lse of a row that sees no key is -inf.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from pantile import _C, fp8
+from pantile import fp8
 from pantile._arguments import shown
 from pantile._attention import attention
 from pantile._merge import merge_attention
 from pantile._varlen import varlen_attention
-from pantile.compat import _shared
+from pantile.compat import _cache, _shared
 from pantile.compat._shared import Tensor
 
 __all__ = [
@@ -56,6 +56,7 @@ def attend(
     deterministic: bool,
     return_lse: bool,
     variant: dict | None = None,
+    out: Tensor | None = None,
 ) -> Any:
     """``packing``: arguments of varlen_attention, or nothing. ``descales``: of q, k and v."""
     change = {
@@ -77,14 +78,17 @@ def attend(
                     f"{name} is {shown(value)}; it goes with float8_e4m3fn, q has {q.dtype}"
                 )
         call = varlen_attention if packing else attention
-        return call(q, k, v, **packing, **change, **variant)
+        return call(q, k, v, **packing, **change, **variant, out=out)
     for name, value in variant.items():
         _shared.refuse(name, value, "FP8 attention does not serve it")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         q, k, v = (x.detach() for x in (q, k, v))  # codes: nothing could follow their gradient
     given = {f"descale_{name[0]}": x for name, x in zip(names, descales, strict=True)}
     operands = fp8.quantize(q, k, v, **packing, **given)
-    return fp8.attention(operands, **change)
+    answer = fp8.attention(operands, **change)
+    if return_lse:
+        return _shared.written_to(out, answer[0]), answer[1]
+    return _shared.written_to(out, answer)
 
 
 def flash_attn_func(
@@ -286,13 +290,58 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
-) -> NoReturn:
-    """Refused by name: attention over a key-value cache is not served yet.
+    *,
+    s_aux: Tensor | None = None,
+) -> Any:
+    """Attention over a key-value cache, which k and v are written into first, in place.
+
+    Args:
+        q: ``[batch, seqlen_q, heads, head_dim]``, or packed ``[total_q, heads, head_dim]`` with
+            ``cu_seqlens_q``.
+        k_cache, v_cache: ``[batch_cache, seqlen_cache, heads_k, head_dim]``, or pages ``[pages,
+            page_size, heads_k, head_dim]`` of any size with ``page_table``; the head dim of values
+            may differ.
+        k, v: ``[batch, seqlen_new, heads_k, head_dim]``, or with ``cu_seqlens_k_new`` packed:
+            written to the slots from ``cache_seqlens`` on.
+        qv, attention_chunk: refused.
+        rotary_cos, rotary_sin, cache_seqlens, cache_leftpad, rotary_interleaved: as in
+            :func:`pantile.compat.flash_attn.flash_attn_with_kvcache`.
+        cache_batch_idx: int32 ``[batch]``: which row of the cache, or of ``page_table``, a sequence
+            has.
+        page_table: int32 ``[batch, max_pages]``.
+        max_seqlen_q: most queries of a sequence, with ``cu_seqlens_q``.
+        rotary_seqlens: int32 ``[batch]``: positions to rotate by, in place of ``cache_seqlens``.
+        q_descale, k_descale, v_descale: float32 ``[batch, heads_k]``, of a cache in float8_e4m3fn;
+            q and k are float8_e4m3fn, too, or 16-bit without ``q_descale``.
+        scheduler_metadata, num_splits, pack_gqa, sm_margin: hints without effect.
+        return_softmax_lse: also return the LSE.
+        s_aux: sinks, float32 ``[heads]``; not an argument of the original.
+
+    Returns:
+        out, or ``(out, softmax_lse)``, in bfloat16 of FP8 queries. Has no gradient.
 
     Raises:
-        pantile.UnsupportedError: always.
+        TypeError, ValueError: an argument is wrong; nothing was written.
+        pantile.UnsupportedError: a tensor requires grad, or an argument that is refused is set.
     """
-    raise _C.UnsupportedError(f"flash_attn_with_kvcache: {_shared.CACHE}")
+    _shared.refuse("qv", qv, _QV)
+    _shared.refuse("attention_chunk", attention_chunk, _CHUNK, absent=0)
+    if cu_seqlens_q is not None:
+        max_seqlen_q = _shared.longest_of("max_seqlen_q", max_seqlen_q)
+    place = _cache.Place(
+        *(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table),
+        *(cu_seqlens_q, max_seqlen_q, cu_seqlens_k_new),
+    )
+    return _cache.attend(
+        *(q, place, (k, v)),
+        _cache.Rotation(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
+        _cache.Mask(causal, _shared.window_of(window_size)),
+        (q_descale, k_descale, v_descale),
+        scale=softmax_scale,
+        softcap=_shared.softcap_of(softcap),
+        sinks=None if s_aux is None else s_aux.float(),
+        return_lse=return_softmax_lse,
+    )
 
 
 def get_scheduler_metadata(*_: Any, cache_seqlens: Tensor | None = None, **__: Any) -> Tensor:

@@ -1,10 +1,10 @@
-"""The function that vLLM calls for prefill, with its names and argument order.
+"""The function that vLLM calls for prefill and decoding, with its names and argument order.
 
     from pantile.compat.vllm import flash_attn_varlen_func
 
-An attention backend of vLLM or SGLang that hands packed queries and keys to this function runs on
-pantile. Paged keys (``block_table``) and context parallelism of decoding are refused by name;
-``out`` is filled by a copy.
+An attention backend of vLLM or SGLang that hands packed queries and packed or paged keys to this
+function runs on pantile: few queries a sequence by :func:`pantile.decode`, many by
+:func:`pantile.varlen_attention`. Context parallelism of decoding is refused by name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from pantile._arguments import shown
-from pantile.compat import _shared
+from pantile.compat import _cache, _shared
 from pantile.compat._shared import Tensor
 from pantile.compat.flash_attn_3 import _QV, attend
 
@@ -64,9 +64,12 @@ def flash_attn_varlen_func(
         seqused_k: int32 ``[batch]``.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in
             :func:`pantile.compat.flash_attn.flash_attn_varlen_func`.
-        block_table, q_v: refused.
+        block_table: int32 ``[batch, max_pages]``: k and v are pages ``[pages, page_size, heads_k,
+            head_dim]``; ``seqused_k`` or ``cu_seqlens_k`` says how many keys there are.
+        q_v: refused.
         return_softmax_lse: also return the LSE ``[heads_q, total_q]``.
-        out: ``[total_q, heads_q, head_dim_v]``: the output is copied to it.
+        out: ``[total_q, heads_q, head_dim_v]``: the output is written to it; of decoding and FP8
+            operands it is copied.
         q_descale, k_descale, v_descale: float32 ``[batch, heads_k]``, of FP8 operands; one that is
             expanded is taken as it is.
         s_aux: sinks ``[heads_q]``.
@@ -77,11 +80,21 @@ def flash_attn_varlen_func(
         out, or ``(out, softmax_lse)``.
     """
     _shared.refuse("q_v", q_v, _QV)
-    _shared.refuse("block_table", block_table, _shared.PAGED)
     _shared.refuse("cp_tot_seqused_k", cp_tot_seqused_k, _CP)
     _shared.refuse("cp_world_size", cp_world_size, _CP, absent=1)
     _shared.refuse("cp_rank", cp_rank, _CP, absent=0)
     _shared.refuse("return_attn_probs", return_attn_probs, "use return_softmax_lse", absent=False)
+    if block_table is not None:
+        return _paged(
+            *(q, k, v, cu_seqlens_q, max_seqlen_q, cu_seqlens_k, seqused_k, block_table),
+            *((q_descale, k_descale, v_descale), out, return_softmax_lse),
+            mask=_cache.Mask(causal, _shared.window_of(window_size)),
+            scale=softmax_scale,
+            softcap=_shared.softcap_of(softcap),
+            alibi=alibi_slopes,
+            sinks=None if s_aux is None else s_aux.float(),
+            dropout=_shared.dropout_of(dropout_p, q, False),
+        )
     if cu_seqlens_k is None:
         k, v, cu_seqlens_k = _padded_keys(k, v, seqused_k)
     packing = {
@@ -96,7 +109,7 @@ def flash_attn_varlen_func(
         "sinks": None if s_aux is None else s_aux.float(),
         "dropout": _shared.dropout_of(dropout_p, q, False),
     }
-    answer = attend(
+    return attend(
         *(q, k, v, packing, (q_descale, k_descale, v_descale)),
         softmax_scale=softmax_scale,
         causal=causal,
@@ -105,11 +118,23 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         return_lse=return_softmax_lse,
         variant=variant,
+        out=out,
     )
-    if not return_softmax_lse:
-        return _shared.written_to(out, answer)
-    o, lse = answer
-    return _shared.written_to(out, o), lse
+
+
+def _paged(
+    q, k, v, cu_q, longest_q, cu_k, used, table, descales, out, return_lse, *, mask, **how
+) -> Any:
+    if used is None:
+        if cu_k is None:
+            raise TypeError("cu_seqlens_k and seqused_k are None; one must say how many keys exist")
+        used = cu_k.diff()
+    longest = _shared.longest_of("max_seqlen_q", longest_q)
+    place = _cache.Place(k, v, used, table=table, cu_q=cu_q, longest_q=longest)
+    rotation = _cache.Rotation(None, None, False)
+    return _cache.attend(
+        q, place, (None, None), rotation, mask, descales, out=out, return_lse=return_lse, **how
+    )
 
 
 def _padded_keys(k: Tensor, v: Tensor, seqused_k: Tensor | None) -> tuple:
