@@ -70,10 +70,13 @@ PANTILE_DEVICE PagedKey paged_key_or_none(const ForwardParams& p, const TileInfo
 }
 
 // Copies the key tile whose first key is `key0`, chunk by chunk: `page_chunk` keys lie in one page.
-// The table is read one chunk ahead.
+// The table is read one chunk ahead. Rows of whole panels are split into panels by an axis of the
+// map, others by columns (hopper/tensor_map.h): `panels_per_copy` says which.
 template <tile::PanelTile kTile>
 PANTILE_DEVICE void copy_pages(unsigned char* to, const CUtensorMap& map, prim::Mbarrier& full,
-                               const ForwardParams& p, const TileInfo& info, int key0) {
+                               const ForwardParams& p, const TileInfo& info, int key0,
+                               int panels_per_copy) {
+  const bool whole = panels_per_copy > 1;
   PagedKey next = paged_key_or_none(p, info, key0);
 #pragma unroll 1
   for (int row = 0; row < kTile.rows; row += p.page_chunk) {
@@ -83,9 +86,9 @@ PANTILE_DEVICE void copy_pages(unsigned char* to, const CUtensorMap& map, prim::
     }
 #pragma unroll
     for (int panel = 0; panel < kTile.panels(); ++panel) {
-      prim::tma_load(
-          to + panel * kTile.panel_bytes() + row * tile::kPanelRowBytes, &map, full,
-          prim::TileOrigin{panel * tile::kPanelColumns, at.slot, 0, info.k_head, at.page});
+      prim::tma_load(to + panel * kTile.panel_bytes() + row * tile::kPanelRowBytes, &map, full,
+                     prim::TileOrigin{whole ? 0 : panel * tile::kPanelColumns, at.slot,
+                                      whole ? panel : 0, info.k_head, at.page});
     }
   }
 }

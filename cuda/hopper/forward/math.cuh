@@ -438,10 +438,9 @@ class MathWarpgroup {
   Walk walk_;
 
   std::uint32_t use_ = 0, tile_ = 0;  // count uses of the rings of K and V, and tiles
-  int q_buffer_ = 0;
-  int o_started_ = 0;         // 0: the next product overwrites O
-  std::uint32_t orders_ = 0;  // to the guards, seen carried out
-  bool v_guarded_ = false;    // the guards have an order for the next V to be multiplied
+  int q_buffer_ = 0, o_started_ = 0;  // o_started: 0: the next product overwrites O
+  std::uint32_t orders_ = 0;          // to the guards, seen carried out
+  bool v_guarded_ = false;            // the guards have an order for the next V to be multiplied
 
   // Of the current tile. position0: key position of its first row.
   int position0_ = 0, keys_ = 0, visit_begin_ = 0, visit_end_, full_begin_ = 0, full_end_;
