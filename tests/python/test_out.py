@@ -10,7 +10,8 @@ import pantile
 import pytest
 import torch
 from pantile import _direct
-from pantile._schema import Call, bind
+from pantile._attention import load_torch
+from pantile._schema import NO_VARIANT, VARIANT_TENSOR_COUNT, Call, bind
 from support import bits, dense, packed, require_kernel
 
 GUARD = 7.25  # exact in every dtype
@@ -265,8 +266,9 @@ def test_operator_and_graph():
 
 def test_schema():
     q, k = torch.randn(1, 5, 2, 16), torch.randn(1, 6, 2, 16)
-    variant = (*(None,) * 7, 0.0, *(0,) * 6)
-    arguments = (q, k, k, torch.empty_like(q), *variant[:7], *Call(), *variant[7:], False, True)
+    tensors, numbers = NO_VARIANT[:VARIANT_TENSOR_COUNT], NO_VARIANT[VARIANT_TENSOR_COUNT:]
+    arguments = (q, k, k, torch.empty_like(q), *tensors, *Call(), *numbers, False, True)
+    load_torch()
     op = torch.ops.pantile.forward_out.default
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
