@@ -24,6 +24,7 @@ from pantile._direct import run_backward, run_forward
 from pantile._masks import window_bounds
 from pantile._options import DEFAULT_OPTIONS
 from pantile._schema import NAMES, OPTIONS, Variant
+from pantile._sdpa_outputs import by_rows, gradients, in_strides_of, new_place
 from pantile._variant_ops import ONLY_OPERANDS, explained_variant
 from pantile._variant_ops import _run_backward as run_variant_backward
 from pantile._variants import Dropout, resolve_variant
@@ -49,28 +50,6 @@ def _new_call(packing: dict, scale: float | None, left: int, right: int) -> _C.C
     window = {"scale": scale, "window_left": left, "window_right": right}
     fields |= _OPTION_FIELDS | packing | window
     return _C.Call(*(fields[name] for name in NAMES))
-
-
-def _in_strides_of(like: Tensor, x: Tensor) -> Tensor:
-    """``x`` in the strides of ``torch.empty_like(like)``, which compiled programs count on."""
-    if x.stride() == like.stride() or x.shape != like.shape:
-        return x
-    place = torch.empty_like(like)
-    return x if x.stride() == place.stride() else place.copy_(x)
-
-
-def _place(like: Tensor, rows: tuple) -> Tensor | None:
-    """Memory for an output in those strides, so that nothing is copied; None: kernels, whose last
-    stride is 1, cannot write there."""
-    if like.shape != rows:
-        return None
-    place = torch.empty_like(like)
-    return place if place.stride(-1) == 1 or place.shape[-1] <= 1 else None
-
-
-def _by_rows(x: Tensor | None) -> Tensor | None:
-    """[batch, heads, seq, dim] as [batch, seq, heads, dim]."""
-    return None if x is None else x.transpose(1, 2)
 
 
 # ---- dropout: rng_state is the seed of pantile.Dropout
@@ -144,15 +123,6 @@ def _backward(
     return grads
 
 
-def _gradients(likes: tuple, by_rows: Any, run: Any) -> tuple:
-    """The gradients of ``likes``, in strides like theirs. ``run``: of places as rows, or None."""
-    places = tuple(_place(x, x.shape) for x in likes)
-    if all(x is not None for x in places):
-        run(tuple(by_rows(x) for x in places))
-        return places
-    return tuple(_in_strides_of(x, by_rows(grad)) for x, grad in zip(likes, run(None), strict=True))
-
-
 # ---- aten::_scaled_dot_product_flash_attention: [batch, heads, seq, dim]
 
 
@@ -172,9 +142,9 @@ def _sdpa_forward(
 ):
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     call = _scale_and_causal(scale, is_causal)
-    place = _place(query, (*query.shape[:-1], value.shape[-1]))
-    o, lse, *state = _forward(q, k, v, call, dropout_p, return_debug_mask, _by_rows(place))
-    out = _in_strides_of(query, o.transpose(1, 2)) if place is None else place
+    place = new_place(query, (*query.shape[:-1], value.shape[-1]))
+    o, lse, *state = _forward(q, k, v, call, dropout_p, return_debug_mask, by_rows(place))
+    out = in_strides_of(query, o.transpose(1, 2)) if place is None else place
     return out, lse, None, None, query.shape[2], key.shape[2], *state
 
 
@@ -198,9 +168,9 @@ def _sdpa_backward(
 ):
     tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
     call = _scale_and_causal(scale, is_causal)
-    return _gradients(
+    return gradients(
         (query, key, value),
-        _by_rows,
+        by_rows,
         lambda into: _backward(*tensors, logsumexp, call, dropout_p, philox_seed, into),
     )
 
@@ -268,11 +238,9 @@ def _flash_forward(
         *(query, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale),
         *(window_size_left, window_size_right, seqused_k),
     )
-    place = _into
-    if place is None:
-        place = _place(query, (*query.shape[:-1], value.shape[-1]))
+    place = new_place(query, (*query.shape[:-1], value.shape[-1])) if _into is None else _into
     o, *others = _forward(query, key, value, call, dropout_p, return_debug_mask, place)
-    return _in_strides_of(query, o) if place is None else o, *others
+    return in_strides_of(query, o) if place is None else o, *others
 
 
 def _flash_forward_into(
@@ -333,7 +301,7 @@ def _flash_backward(
         *(window_size_left, window_size_right),
     )
     tensors = (grad_out, query, key, value, out, logsumexp)
-    return _gradients(
+    return gradients(
         (query, key, value),
         lambda x: x,
         lambda into: _backward(*tensors, call, dropout_p, rng_state, into),
@@ -373,7 +341,7 @@ def _sdpa_quantized(
     rows = (x.transpose(1, 2) for x in (query, key, value))
     descales = (q_descale, k_descale, v_descale)
     o, lse, *state = _quantized(*rows, descales, {}, dropout_p, is_causal, None, scale)
-    out = _in_strides_of(query.to(o.dtype), o.transpose(1, 2))
+    out = in_strides_of(query.to(o.dtype), o.transpose(1, 2))
     return out, lse, None, None, query.shape[2], key.shape[2], *state
 
 
@@ -459,15 +427,15 @@ class _CpuCall:
 
 def _cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
     c = _CpuCall(query, key, value, dropout_p, is_causal, attn_mask, scale)
-    like_query, lse_by_rows = _cpu_layouts()
-    place = _place(query, (*query.shape[:-1], value.shape[-1])) if like_query else None
+    like_query, lseby_rows = _cpu_layouts()
+    place = new_place(query, (*query.shape[:-1], value.shape[-1])) if like_query else None
     o, lse, _, _ = run_forward(
-        c.q, c.k, c.v, c.call, False, True, None, False, c.variant, _by_rows(place)
+        c.q, c.k, c.v, c.call, False, True, None, False, c.variant, by_rows(place)
     )
     out = o.transpose(1, 2)
     if like_query and place is None:
-        out = _in_strides_of(query, out)
-    return out, lse.transpose(1, 2).contiguous().transpose(1, 2) if lse_by_rows else lse
+        out = in_strides_of(query, out)
+    return out, lse.transpose(1, 2).contiguous().transpose(1, 2) if lseby_rows else lse
 
 
 @functools.cache

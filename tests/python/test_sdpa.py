@@ -202,6 +202,19 @@ def test_outputs_have_the_strides_that_are_traced(calls, layout, dim):
     assert strides(flash(*rows, *rest)) == strides(promised)
 
 
+@pytest.mark.parametrize("layout", ["heads_outside", "rows_outside", "slice", "batch_inside"])
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_no_output_is_copied(calls, layout, p):
+    q, k, v = (x.detach() for x in operands(layout))
+    backward = aten._scaled_dot_product_flash_attention_backward
+    with torch.profiler.profile() as profile:
+        o, lse, *_, seed, unused, _ = FORWARD(q, k, v, p, True)
+        backward(o, q, k, v, o, lse, None, None, 37, 37, p, True, seed, unused)
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::empty_like" in names
+    assert not names & {"aten::copy_", "aten::clone", "aten::contiguous"}
+
+
 def test_outputs_of_the_cpu_operator_have_the_strides_that_are_traced(calls):
     op = aten._scaled_dot_product_flash_attention_for_cpu
     for layout in ("heads_outside", "rows_outside", "slice"):

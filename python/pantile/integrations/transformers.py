@@ -24,7 +24,7 @@ import torch
 from pantile import _C
 from pantile._arguments import shown
 from pantile._attention import attention
-from pantile._variants import Documents
+from pantile._mask_forms import Documents
 from pantile._varlen import varlen_attention
 from pantile.compat.bert_padding import pad_input, unpad_input
 
