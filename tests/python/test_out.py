@@ -10,12 +10,8 @@ import pantile
 import pytest
 import torch
 from pantile import _direct
-<<<<<<< HEAD
-from pantile._schema import VARIANT_TENSOR_COUNT, Call, Variant, bind
-=======
 from pantile._attention import load_torch
 from pantile._schema import NO_VARIANT, VARIANT_TENSOR_COUNT, Call, bind
->>>>>>> compat2
 from support import bits, dense, packed, require_kernel
 
 GUARD = 7.25  # exact in every dtype
@@ -270,15 +266,9 @@ def test_operator_and_graph():
 
 def test_schema():
     q, k = torch.randn(1, 5, 2, 16), torch.randn(1, 6, 2, 16)
-<<<<<<< HEAD
-    variant, count = Variant(), VARIANT_TENSOR_COUNT
-    tensors = (q, k, k, torch.empty_like(q), *variant[:count])
-    arguments = (*tensors, *Call(), *variant[count:], False, True)
-=======
     tensors, numbers = NO_VARIANT[:VARIANT_TENSOR_COUNT], NO_VARIANT[VARIANT_TENSOR_COUNT:]
     arguments = (q, k, k, torch.empty_like(q), *tensors, *Call(), *numbers, False, True)
     load_torch()
->>>>>>> compat2
     op = torch.ops.pantile.forward_out.default
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
