@@ -549,12 +549,22 @@ def rounded_output(o: torch.Tensor, dtype: torch.dtype):
     return tuple(x.contiguous() for x in split_output(o.float(), dtype))
 
 
+def operator_call(case: Case, backend: str) -> Call:
+    """The call's fields, for the operators."""
+    given = case.arguments
+    left, right = window_bounds(given.get("causal", False), given.get("window"))
+    fields = {"scale": given.get("scale"), "window_left": left, "window_right": right}
+    if case.lengths:
+        fields |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.lengths, strict=True))
+        fields |= dict(zip(("max_seqlen_q", "max_seqlen_k"), case.longest, strict=True))
+    fields |= {name: given.get(name) for name in ("seqused_q", "seqused_k")}
+    return Call(**fields, backend=backend)
+
+
 def run_backward(case: Case, target: Target, inputs, deterministic: bool = False):
     """(dq, dk, dv) of the backward operator alone, whatever kernel would do the forward."""
     o, o_low, lse, grad_o, grad_lse = inputs
-    bounds = (*case.lengths, None, None, *case.longest) if case.lengths else (None,) * 4 + (0, 0)
-    mask = window_bounds(case.arguments.get("causal", False), case.arguments.get("window"))
-    settings = Call(*bounds, case.arguments.get("scale"), *mask, target.backend)
+    settings = operator_call(case, target.backend)
     return torch.ops.pantile.backward(
         grad_o, grad_lse, *case.operands, o, o_low, lse, *settings, deterministic
     )

@@ -9,7 +9,7 @@ import threading
 import pantile
 import pytest
 import torch
-from pantile._schema import Call, bind
+from pantile._schema import bind
 from support import (
     NAMES,
     Target,
@@ -19,6 +19,7 @@ from support import (
     check_forward,
     dense,
     gradients,
+    operator_call,
     packed,
     require_kernel,
 )
@@ -155,7 +156,7 @@ def test_unused_rows_are_written(target, output_dtype):
     ]
     case.arguments |= {"seqused_q": used[0], "seqused_k": used[1]}
     require_kernel(case, target)
-    call = bind(Call(*case.lengths, *used, *case.longest, None, -1, 0, target.backend))
+    call = bind(operator_call(case, target.backend))
     o = torch.full(case.q.shape, 7.0, dtype=output_dtype or dtype, device=target.device)
     lse = torch.full((4, 210), 7.0, device=target.device)
     assert pantile._C.forward(*case.operands, o, lse, None, None, call) == 0

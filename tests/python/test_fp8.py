@@ -9,7 +9,7 @@ import pantile
 import pantile.reference
 import pytest
 import torch
-from pantile._schema import Call
+from pantile._schema import LENGTHS, Call
 from support import DTYPES, Target, assert_same_bits, fp8_exps, run_python
 
 EXPS = ("code", "mixed", "exp2")
@@ -725,7 +725,7 @@ def test_no_gradient_is_kept_without_need():
 def test_opcheck():
     q, k, v = operands(1, 128, 256, 2, 1, 64)
     none = (None,) * 3
-    lengths = (None,) * 4
+    lengths = (None,) * len(LENGTHS)
     arguments = (q, k, v, *none, *lengths, 0, 0, 128, 128, True, True, "auto")
     # test_schema multiplies what operators return, which torch does not do with float8_e4m3fn, and
     # test_aot_dispatch_dynamic compares memory that is not specified.

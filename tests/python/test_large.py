@@ -19,8 +19,6 @@ import pytest
 import torch
 from fp8_format import ROWS as BLOCK_ROWS
 from fp8_format import dequantize
-from pantile._masks import window_bounds
-from pantile._schema import Call
 from regime import (
     MASKS,
     SHAPES,
@@ -43,6 +41,7 @@ from support import (
     block_rms,
     dirty_runs,
     on_dirty_memory,
+    operator_call,
     rounded_output,
     textbooks,
 )
@@ -132,22 +131,13 @@ def test_forward(entry, shape, mask, record_property):
     assert_nothing_where_nothing_is_seen(o, lse, truth.exact[1])
 
 
-def call_of(case: Case, target: Target) -> Call:
-    """The call's fields, for the operators."""
-    lengths = case.lengths or (None, None)
-    used = tuple(case.arguments.get(name) for name in ("seqused_q", "seqused_k"))
-    longest = case.longest if case.lengths else (0, 0)
-    mask = window_bounds(case.arguments.get("causal", False), case.arguments.get("window"))
-    return Call(*lengths, *used, *longest, None, *mask, target.backend)
-
-
 @pytest.mark.parametrize(("entry", "shape", "mask"), regimes("forward", ("f16", "bf16")))
 def test_forward_keeps_low_bits(entry, shape, mask, record_property):
     """What training asks for: the same O, and o_low as the unrounded O of the same kernel says."""
     require_compiled(entry, record_property)
     target = target_of(entry)
     case = regime_case(entry, shape, mask)
-    call = call_of(case, target)
+    call = operator_call(case, target.backend)
     run = torch.ops.pantile.forward_extra
     whole, lse, _, _ = run(*case.operands, *call, False, False, False, False, True)
     expected, expected_low = rounded_output(whole, case.q.dtype)
@@ -174,7 +164,7 @@ def backward_alone(case: Case, target: Target, truth, grads, deterministic: bool
     """(dq, dk, dv) from O and LSE as a forward would have rounded them."""
     o, o_low = rounded_output(truth.exact[0], case.q.dtype)
     lse = truth.exact[1].float().contiguous()
-    call = call_of(case, target)
+    call = operator_call(case, target.backend)
     return lambda: torch.ops.pantile.backward(
         grads[0], grads[1], *case.operands, o, o_low, lse, *call, deterministic
     )

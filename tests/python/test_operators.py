@@ -69,8 +69,10 @@ def test_opcheck_forward(mask, grad):
 def test_opcheck_forward_packed():
     tensors, lengths = packed_operands()
     used = torch.tensor([1, 4], dtype=torch.int32)
-    for seqused in ((None, None), (used, used)):
-        call = Call(*lengths, *seqused, 4, 5, 0.3, -1, 0)
+    packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), lengths, strict=True))
+    packing |= {"max_seqlen_q": 4, "max_seqlen_k": 5}
+    for seqused in ({}, {"seqused_q": used, "seqused_k": used}):
+        call = Call(**packing, **seqused, scale=0.3, window_right=0)
         torch.library.opcheck(forward_op, (*tensors, *call, False, True, False))
 
 
@@ -87,7 +89,7 @@ def test_opcheck_backward(with_lse):
 
 def test_opcheck_backward_packed():
     (q, k, v), lengths = packed_operands(False)
-    settings = Call(*lengths, None, None, 4, 5, None, 2, 0)
+    settings = Call(*lengths, max_seqlen_q=4, max_seqlen_k=5, window_left=2, window_right=0)
     o, lse, _ = forward_op(q, k, v, *settings, False, False, False)
     torch.library.opcheck(
         backward_op, (torch.randn_like(o), None, q, k, v, o, None, lse, *settings, True)
