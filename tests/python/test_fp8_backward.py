@@ -45,7 +45,8 @@ def quantized(target: Target, *arguments, **format_) -> pantile.Quantized:
     try:
         return pantile.fp8.quantize(*arguments, **format_, options=target.options)
     except pantile.UnsupportedError as error:
-        assert target.device != "cpu", error
+        if target.device == "cpu":
+            raise
         pytest.skip(f"{target.backend}: {error}")
 
 
