@@ -6,7 +6,7 @@ nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm) and checks
 
 * that nothing is read before it was written (sass_hazards.py);
 * rules of the family: a hopper kernel uses wgmma (HGMMA, QGMMA) and TMA (UTMALDG) and no HMMA; an
-  ampere kernel uses HMMA, LDSM and LDGSTS;
+  ampere kernel uses HMMA, LDSM and LDGSTS; decode kernels of both use HMMA;
 * the hot loops, which are the innermost loops that hold a matrix instruction: local memory
   accesses, R2UR (descriptors that ptxas could not keep uniform), and the schedule, that is the
   order of MMA batches, waits and exponentials. ptxas likes to hoist a wait above the exponentials,
@@ -35,6 +35,7 @@ MATRIX = ("HGMMA", "QGMMA", "HMMA", "QMMA")
 RULES = {  # family -> (opcodes of which one must be there, per group; opcodes that must not)
     "hopper": ((("HGMMA", "QGMMA"), ("UTMALDG",)), ("HMMA",)),
     "ampere": ((("HMMA",), ("LDSM",), ("LDGSTS",)), ("HGMMA", "QGMMA")),
+    "decode": ((("HMMA",),), ("HGMMA", "QGMMA")),  # of both: one source
 }
 ARCH = {"hopper": "sm_90a", "ampere": "sm_80"}
 
@@ -220,16 +221,17 @@ def figures(function: Function) -> budget.Figures:
 
 
 def family_errors(row: str, functions: list[Function]) -> list[str]:
-    if row.split("_")[1] == "quantize":
+    family, pass_ = row.split("_")[:2]
+    if pass_ in ("quantize", "append"):
         return []  # copies, without a matrix instruction
-    required, forbidden = RULES[row.split("_")[0]]
+    required, forbidden = RULES["decode" if pass_ == "decode" else family]
     errors = [
         f"{row}: no {' or '.join(group)}"
         for group in required
         if not any(f.count(*group) for f in functions)
     ]
     errors += [f"{row}: {op} in it" for op in forbidden if any(f.count(op) for f in functions)]
-    if not any(f.loops for f in functions):
+    if pass_ != "decode" and not any(f.loops for f in functions):
         errors.append(f"{row}: no loop with a matrix instruction")
     return errors
 
