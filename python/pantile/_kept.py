@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from pantile import _fp8_ops, _ops, _variant_ops  # noqa: F401 (all must be there)
+from pantile import _fp8_ops, _kv_ops, _ops, _out, _variant_ops  # noqa: F401 (all must be there)
 from pantile._once import ATTRIBUTE, MODULES
 
 setattr(

@@ -91,7 +91,7 @@ class Options:
     checked: bool = False
     fp8: bool = False
     fp8_exp: Literal["code", "mixed", "exp2"] = "code"
-    fp8_backward: Literal["bf16", "recompute"] = "bf16"
+    fp8_backward: Literal["bf16", "recompute"] = "recompute"
     output_dtype: torch.dtype | type | Literal["float32"] | None = None
     softmax: Literal["auto", "vector", "tensor"] | SoftmaxOptions = DEFAULT_UNIT
 

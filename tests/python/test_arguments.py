@@ -257,6 +257,9 @@ CALLS = {
 PLAIN = {
     "DecodeExplanation",
     "Explanation",
+    "FlexMask",  # this and flex_attention: test_flex.py
+    "checkpoint_save_ops",
+    "flex_attention",
     "Mask",
     "PassExplanation",
     "Quantized",
@@ -368,7 +371,7 @@ ALSO = {
     "seqlen_new": ("lengths",),
     "max_members": ("cu_seqlens_q",),
     "cu_members": ("prefix_lengths",),
-    "block_table": ("lengths",),
+    "block_table": ("lengths", "k"),
     "k_new": ("v_new",),
     "v_new": ("k_new",),
     "cu_seqlens_new": ("max_seqlen_new", "k_new"),

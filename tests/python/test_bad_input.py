@@ -393,7 +393,8 @@ CASES = {
         lambda: pantile.attention(*[torch.randn(1, 4, 2, 8)] * 3, 0.1),
         TypeError,
         "attention() takes no more arguments by position; give causal, window, scale, softcap, "
-        "alibi, bias, sinks, dropout, mask, return_lse, return_max_logit, deterministic, options, "
+        "alibi, bias, sinks, dropout, mask, score, return_lse, return_max_logit, deterministic, "
+        "options, "
         "out by name",
     ),
     "fp8_of_tensors": (
