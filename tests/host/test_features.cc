@@ -153,10 +153,13 @@ const std::map<std::string, Feature>& asking_fields() {
       {"variant.has_block_mask", Feature::block_mask},
       {"variant.has_element_mask", Feature::element_mask},
       {"variant.has_documents", Feature::documents},
+      {"variant.score", Feature::score},
+      {"variant.mask_expression", Feature::mask_expression},
       {"variant.has_prefix", Feature::prefix},
       {".wants_grad_alibi", Feature::grad_alibi},
       {".wants_grad_sinks", Feature::grad_sinks},
       {".wants_grad_bias", Feature::grad_bias},
+      {".wants_grad_captured", Feature::grad_captured},
       // Of KvProblem. What an enumeration asks for depends on its value; here it is the default's,
       // which is not asked for.
       {".v_in_k", Feature::v_in_k},

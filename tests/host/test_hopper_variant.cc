@@ -216,7 +216,7 @@ TEST(HopperVariant, MasksWalkLists) {
   EXPECT_EQ(text_of(forward_plan(problem, row)), "");
   problem.variant.has_documents = true;
   EXPECT_TRUE(holds(text_of(forward_plan(problem, row)),
-                    "forward_body<Shape, kDType, Variant, ListWalk<attn::StoredMask<4, false>>>"));
+                    "forward_body<Shape, kDType, Variant, ListWalk<attn::StoredMask<4, false>>, "));
   EXPECT_TRUE(holds(text_of(forward_plan(problem, row)), "using Variant = attn::NoVariant;"));
   problem.variant.softcap = 30.0f;
   EXPECT_TRUE(holds(text_of(forward_plan(problem, row)), "using Variant = attn::Softcap<false>;"));

@@ -168,7 +168,7 @@ TEST(KeyPlaces, CpuServesThemAndNoBackwardOfPages) {
     const Status status = plan_backward(problem, cpu_device(), PlanOptions(), &backward);
     EXPECT_EQ(status.ok(), p.page_size == 0);
     if (p.page_size > 0) {
-      EXPECT_NE(std::string(status.message()).find("does not serve paged keys (block_table)"),
+      EXPECT_NE(std::string(status.message()).find("does not serve keys in pages (block_table)"),
                 std::string::npos)
           << status.message();
     }
