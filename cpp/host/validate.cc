@@ -12,7 +12,6 @@
 namespace pantile::host {
 namespace {
 
-
 constexpr StatusCode kInvalid = StatusCode::invalid_argument;
 
 Status dtype_rule(const ForwardProblem& p) {
