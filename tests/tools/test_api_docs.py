@@ -82,7 +82,7 @@ def project(tmp_path, monkeypatch):
     (package / "several" / "__init__.py").write_text(SEVERAL)
     (package / "several" / "_b.py").write_text('def spread(x):\n    """Over several."""\n')
     monkeypatch.setattr(api_docs, "ROOT", tmp_path)
-    monkeypatch.setattr(api_docs, "PACKAGES", ("several",))
+    monkeypatch.setattr(api_docs, "DOORS", ("several",))
     return tmp_path
 
 
@@ -94,9 +94,9 @@ def test_functions_types_and_modules(project):
         "## extra.more",
         "## Error",
         "## Thing",
-        "## several",
-        "## several.begin",
-        "## several.spread",
+        "## pantile.several",
+        "## pantile.several.begin",
+        "## pantile.several.spread",
     ]
     assert "    third_argument: tuple[int, int] = (1, 2),\n    fourth_argument=None,\n" in text
     assert "    x=0,\n) -> dict[str, tuple[int, int]]\n```\n\nDoes it with `Thing`.\n" in text
