@@ -108,7 +108,7 @@ def test_functions_types_and_modules(project):
     assert "## extra\n\nMore of it.\n\n    first()\n    second()\n\nThat is all.\n" in text
     assert "```python\ndef more(a, *, b: int=1)\n```\n\nDoes more.\n" in text
     assert "class Thing:\n    size: int = 3  # rows\n" in text
-    assert "## several\n\nA package of its own.\n" in text
+    assert "## pantile.several\n\nA package of its own.\n" in text
     assert "def begin()\n```\n\nBegins.\n" in text
     assert "def spread(x)\n```\n\nOver several.\n" in text
     assert "- `size`: how large,\n  in rows.\n" in text
