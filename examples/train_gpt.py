@@ -27,6 +27,7 @@ import resource
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import pantile
 import torch
@@ -191,7 +192,9 @@ class Run:
     step_seconds: float  # median
     peak_bytes: int
     gradient_norms: list[float]  # of all parameters, before clipping
-    gradients: list[dict]  # compared with those of pantile in bfloat16, see compare_gradients
+    gradients: list[
+        dict[str, Any]
+    ]  # compared with those of pantile in bfloat16, see compare_gradients
 
 
 def load_text() -> torch.Tensor:
@@ -209,21 +212,23 @@ def loss_of(model: nn.Module, window: Tensor, precision) -> Tensor:
 
 def projections(model: ByteGPT) -> list[Tensor]:
     """Gradients of the weights that make q, k and v, layer by layer."""
-    return [block.qkv.weight.grad.detach().clone() for block in model.blocks]
+    blocks: Any = model.blocks
+    return [block.qkv.weight.grad.detach().clone() for block in blocks]
 
 
-def compare_gradients(model: ByteGPT, window: Tensor, precision, step: int) -> dict:
+def compare_gradients(model: ByteGPT, window: Tensor, precision, step: int) -> dict[str, Any]:
     """Cosine to the gradients of bf16 attention at the same weights and batch, and the ratio of
     their norms, for the weights of q, k and v of each layer. Leaves the gradients as they were."""
     found = projections(model)
     kept = [p.grad for p in model.parameters()]
-    attend = [block.attend for block in model.blocks]
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    attend = [block.attend for block in blocks]
+    for block in blocks:
         block.attend = attend_pantile
     model.zero_grad(set_to_none=True)
     loss_of(model, window, precision).backward()
     exact = projections(model)
-    for block, function in zip(model.blocks, attend, strict=True):
+    for block, function in zip(blocks, attend, strict=True):
         block.attend = function
     for parameter, gradient in zip(model.parameters(), kept, strict=True):
         parameter.grad = gradient
