@@ -1,5 +1,6 @@
 # Reads cuda/kernels.def, the list of GPU kernels, and writes into the build tree
-#   generated/kernel_rows.inc        the same rows with their names, for cpp/host/kernel_table.cc
+#   generated/kernel_rows.inc        the same rows with their names, for cpp/host/kernel_table.cc,
+#   generated/kernel_rows_<pass>.inc and those of one pass
 #   generated/instances/<file>.cu    the kernel instances of rows that differ in the mask only, each
 #                                    from cuda/instance.cu.in: reading the headers takes as long
 #                                    as compiling one instance
@@ -12,6 +13,7 @@ set(_generated "${PROJECT_BINARY_DIR}/generated")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS cuda/kernels.def cuda/instance.cu.in)
 set(PANTILE_CUDA_FAMILIES hopper ampere)
 set(PANTILE_CUDA_GROUPS hopper ampere ampere_f32)
+set(PANTILE_PASSES forward backward quantize decode append)
 # For quick builds while one kernel is worked on: the table then holds these rows only.
 set(PANTILE_KERNELS "" CACHE STRING
   "Compile only the kernels whose name matches this regular expression; empty: all of them")
@@ -59,7 +61,7 @@ function(pantile_read_kernels)
     if(pass MATCHES "^(decode|append)$")
       set(Tensors KvTensors)
     endif()
-    string(APPEND _table
+    string(APPEND _table_${pass}
       "PANTILE_KERNEL_ROW(${name}, ${backend}, ${pass}, ${dtype}, ${head_dim}, ${head_dim_v}, ${mask}, ${features})\n")
     string(CONFIGURE "${_template}" _instance @ONLY)
     string(APPEND _text_${_file} "${_instance}")
@@ -85,6 +87,10 @@ function(pantile_read_kernels)
   endif()
   foreach(_file IN LISTS _files)
     file(CONFIGURE OUTPUT ${_generated}/instances/${_file}.cu CONTENT "${_text_${_file}}" @ONLY)
+  endforeach()
+  foreach(_pass IN LISTS PANTILE_PASSES)
+    file(CONFIGURE OUTPUT ${_generated}/kernel_rows_${_pass}.inc CONTENT "${_table_${_pass}}" @ONLY)
+    string(APPEND _table "${_table_${_pass}}")
   endforeach()
   file(CONFIGURE OUTPUT ${_generated}/kernel_rows.inc CONTENT "${_table}" @ONLY)
   foreach(_group IN LISTS PANTILE_CUDA_GROUPS)

@@ -55,6 +55,10 @@ INCLUDE_ROOTS = ("cpp/include", "cpp", "cuda")
 GENERATED = {
     "build_info.h": ("cpp/host/", JIT, "tests/host/"),
     "kernel_rows.inc": ("cpp/host/", "tests/host/"),
+    **{
+        f"kernel_rows_{name}.inc": ("cpp/host/",)
+        for name in ("forward", "backward", "quantize", "decode", "append")
+    },
     "build_options.h": ("cuda/ampere/", "cuda/hopper/", "tests/host/"),
 }
 

@@ -32,22 +32,19 @@ namespace kernels {
 namespace host {
 namespace {
 
-#define PANTILE_ROW(name, backend, pass, dtype, head_dim, head_dim_v, mask, features)        \
+// What a row of a pass has behind its entry point.
+#define PANTILE_REST_forward(backend)
+#define PANTILE_REST_backward(backend)
+#define PANTILE_REST_quantize(backend)
+#define PANTILE_REST_decode(backend) PANTILE_SCHEDULE(backend)
+#define PANTILE_REST_append(backend)
+#define PANTILE_KERNEL_ROW(name, backend, pass, dtype, head_dim, head_dim_v, mask, features) \
   {{#name, Backend::backend, Pass::pass, DType::dtype, head_dim, head_dim_v, MaskKind::mask, \
     PANTILE_HAS_CUDA != 0, feature_sets::features},                                          \
    backend::accept_##pass,                                                                   \
    backend::configure_##pass,                                                                \
-   PANTILE_ENTRY(name)},
-#define PANTILE_DECODE_ROW(name, backend, pass, dtype, head_dim, head_dim_v, mask, features) \
-  {{#name, Backend::backend, Pass::pass, DType::dtype, head_dim, head_dim_v, MaskKind::mask, \
-    PANTILE_HAS_CUDA != 0, feature_sets::features},                                          \
-   backend::accept_decode,                                                                   \
-   backend::configure_decode,                                                                \
    PANTILE_ENTRY(name),                                                                      \
-   PANTILE_SCHEDULE(backend)},
-#define PANTILE_NO_ROW(...)
-#define PANTILE_KERNEL_ROW(name, backend, pass, ...) \
-  PANTILE_PICK_##pass(name, backend, pass, __VA_ARGS__)
+   PANTILE_REST_##pass(backend)},
 
 constexpr KernelInfo cpu_info(const char* name, Backend backend, Pass pass, DType dtype) {
   const bool f32 = dtype == DType::f32;
@@ -153,17 +150,7 @@ constexpr BackwardRow reference_backward(const char* name, DType dtype) {
 }
 
 constexpr ForwardRow kForwardRows[] = {
-#define PANTILE_PICK_forward PANTILE_ROW
-#define PANTILE_PICK_backward PANTILE_NO_ROW
-#define PANTILE_PICK_quantize PANTILE_NO_ROW
-#define PANTILE_PICK_decode PANTILE_NO_ROW
-#define PANTILE_PICK_append PANTILE_NO_ROW
-#include "kernel_rows.inc"
-#undef PANTILE_PICK_forward
-#undef PANTILE_PICK_backward
-#undef PANTILE_PICK_quantize
-#undef PANTILE_PICK_decode
-#undef PANTILE_PICK_append
+#include "kernel_rows_forward.inc"
     cpu_forward("cpu_forward_f32", DType::f32),
     cpu_forward("cpu_forward_f16", DType::f16),
     cpu_forward("cpu_forward_bf16", DType::bf16),
@@ -175,17 +162,7 @@ constexpr ForwardRow kForwardRows[] = {
 };
 
 constexpr BackwardRow kBackwardRows[] = {
-#define PANTILE_PICK_forward PANTILE_NO_ROW
-#define PANTILE_PICK_backward PANTILE_ROW
-#define PANTILE_PICK_quantize PANTILE_NO_ROW
-#define PANTILE_PICK_decode PANTILE_NO_ROW
-#define PANTILE_PICK_append PANTILE_NO_ROW
-#include "kernel_rows.inc"
-#undef PANTILE_PICK_forward
-#undef PANTILE_PICK_backward
-#undef PANTILE_PICK_quantize
-#undef PANTILE_PICK_decode
-#undef PANTILE_PICK_append
+#include "kernel_rows_backward.inc"
     cpu_backward("cpu_backward_f32", DType::f32),
     cpu_backward("cpu_backward_f16", DType::f16),
     cpu_backward("cpu_backward_bf16", DType::bf16),
@@ -195,17 +172,7 @@ constexpr BackwardRow kBackwardRows[] = {
 };
 
 constexpr QuantizeRow kQuantizeRows[] = {
-#define PANTILE_PICK_forward PANTILE_NO_ROW
-#define PANTILE_PICK_backward PANTILE_NO_ROW
-#define PANTILE_PICK_quantize PANTILE_ROW
-#define PANTILE_PICK_decode PANTILE_NO_ROW
-#define PANTILE_PICK_append PANTILE_NO_ROW
-#include "kernel_rows.inc"
-#undef PANTILE_PICK_forward
-#undef PANTILE_PICK_backward
-#undef PANTILE_PICK_quantize
-#undef PANTILE_PICK_decode
-#undef PANTILE_PICK_append
+#include "kernel_rows_quantize.inc"
     cpu_quantize("cpu_quantize_f32", DType::f32),
     cpu_quantize("cpu_quantize_f16", DType::f16),
     cpu_quantize("cpu_quantize_bf16", DType::bf16),
@@ -217,17 +184,7 @@ constexpr QuantizeRow kQuantizeRows[] = {
 };
 
 constexpr DecodeRow kDecodeRows[] = {
-#define PANTILE_PICK_forward PANTILE_NO_ROW
-#define PANTILE_PICK_backward PANTILE_NO_ROW
-#define PANTILE_PICK_quantize PANTILE_NO_ROW
-#define PANTILE_PICK_decode PANTILE_DECODE_ROW
-#define PANTILE_PICK_append PANTILE_NO_ROW
-#include "kernel_rows.inc"
-#undef PANTILE_PICK_forward
-#undef PANTILE_PICK_backward
-#undef PANTILE_PICK_quantize
-#undef PANTILE_PICK_decode
-#undef PANTILE_PICK_append
+#include "kernel_rows_decode.inc"
     cpu_decode("cpu_decode_f32", DType::f32),
     cpu_decode("cpu_decode_f16", DType::f16),
     cpu_decode("cpu_decode_bf16", DType::bf16),
@@ -237,17 +194,7 @@ constexpr DecodeRow kDecodeRows[] = {
 };
 
 constexpr AppendRow kAppendRows[] = {
-#define PANTILE_PICK_forward PANTILE_NO_ROW
-#define PANTILE_PICK_backward PANTILE_NO_ROW
-#define PANTILE_PICK_quantize PANTILE_NO_ROW
-#define PANTILE_PICK_decode PANTILE_NO_ROW
-#define PANTILE_PICK_append PANTILE_ROW
-#include "kernel_rows.inc"
-#undef PANTILE_PICK_forward
-#undef PANTILE_PICK_backward
-#undef PANTILE_PICK_quantize
-#undef PANTILE_PICK_decode
-#undef PANTILE_PICK_append
+#include "kernel_rows_append.inc"
     cpu_append("cpu_append_f32", Backend::cpu, DType::f32),
     cpu_append("cpu_append_f16", Backend::cpu, DType::f16),
     cpu_append("cpu_append_bf16", Backend::cpu, DType::bf16),

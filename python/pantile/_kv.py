@@ -19,12 +19,9 @@ from pantile._masks import window_bounds
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
+    from typing_extensions import Unpack
 
-    from pantile._types import Tensor, Window
-
-    Split: TypeAlias = Literal["auto", "invariant"] | int
-    Rotary: TypeAlias = tuple[Tensor, Tensor]
+    from pantile._types import DecodeChoices, Rotary, Split, Tensor, Window
 
 _SPLIT_GRANULE = 64  # keys; kSplitGranule of pantile/kv.h
 _LATENT, _ROPE = 512, 64  # channels of a slot of a latent cache
@@ -227,27 +224,8 @@ def decode(
     cache: KVCache,
     lengths: Tensor,
     *,
-    k_new: Tensor | None = ...,
-    v_new: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int | None = ...,
-    cu_seqlens_new: Tensor | None = ...,
-    max_seqlen_new: int | None = ...,
-    block_table: Tensor | None = ...,
-    cache_index: Tensor | None = ...,
-    leftpad: Tensor | None = ...,
-    rotary: Rotary | None = ...,
-    rotary_interleaved: bool = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    tree_mask: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    softcap: float | None = ...,
-    scale: float | None = ...,
     return_lse: Literal[False] = ...,
-    split: Split = ...,
-    schedule: Tensor | None = ...,
-    options: Options | None = ...,
+    **choices: Unpack[DecodeChoices],
 ) -> Tensor: ...
 @overload
 def decode(
@@ -255,27 +233,8 @@ def decode(
     cache: KVCache,
     lengths: Tensor,
     *,
-    k_new: Tensor | None = ...,
-    v_new: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int | None = ...,
-    cu_seqlens_new: Tensor | None = ...,
-    max_seqlen_new: int | None = ...,
-    block_table: Tensor | None = ...,
-    cache_index: Tensor | None = ...,
-    leftpad: Tensor | None = ...,
-    rotary: Rotary | None = ...,
-    rotary_interleaved: bool = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    tree_mask: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    softcap: float | None = ...,
-    scale: float | None = ...,
     return_lse: Literal[True],
-    split: Split = ...,
-    schedule: Tensor | None = ...,
-    options: Options | None = ...,
+    **choices: Unpack[DecodeChoices],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def decode(
@@ -283,27 +242,8 @@ def decode(
     cache: KVCache,
     lengths: Tensor,
     *,
-    k_new: Tensor | None = ...,
-    v_new: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int | None = ...,
-    cu_seqlens_new: Tensor | None = ...,
-    max_seqlen_new: int | None = ...,
-    block_table: Tensor | None = ...,
-    cache_index: Tensor | None = ...,
-    leftpad: Tensor | None = ...,
-    rotary: Rotary | None = ...,
-    rotary_interleaved: bool = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    tree_mask: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    softcap: float | None = ...,
-    scale: float | None = ...,
     return_lse: bool,
-    split: Split = ...,
-    schedule: Tensor | None = ...,
-    options: Options | None = ...,
+    **choices: Unpack[DecodeChoices],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def decode(
     q,

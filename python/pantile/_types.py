@@ -3,7 +3,7 @@ to run."""
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy
 import torch
@@ -21,6 +21,8 @@ NumpyArray: TypeAlias = numpy.ndarray[Any, Any]
 Array = TypeVar("Array", torch.Tensor, numpy.ndarray[Any, Any])
 Lengths: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any]  # int32
 Window: TypeAlias = tuple[int | None, int | None]
+Split: TypeAlias = Literal["auto", "invariant"] | int
+Rotary: TypeAlias = tuple[Tensor, Tensor]  # cos, sin
 Mask: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any] | CombinableMask | MaskExpression
 
 
@@ -52,3 +54,26 @@ class PackedChoices(Choices[Array], total=False):
     k_begin: Lengths | None
     mask_shift: Lengths | None
     block_table: Lengths | None
+
+
+class DecodeChoices(TypedDict, total=False):
+    k_new: Tensor | None
+    v_new: Tensor | None
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | None
+    cu_seqlens_new: Tensor | None
+    max_seqlen_new: int | None
+    block_table: Tensor | None
+    cache_index: Tensor | None
+    leftpad: Tensor | None
+    rotary: Rotary | None
+    rotary_interleaved: bool
+    causal: bool
+    window: Window | None
+    tree_mask: Tensor | None
+    sinks: Tensor | None
+    softcap: float | None
+    scale: float | None
+    split: Split
+    schedule: Tensor | None
+    options: Options | None

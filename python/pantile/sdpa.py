@@ -22,8 +22,7 @@ from pantile import _C, fp8
 from pantile._arguments import flag, shown
 from pantile._direct import run_backward, run_forward
 from pantile._masks import window_bounds
-from pantile._options import DEFAULT_OPTIONS
-from pantile._schema import NAMES, OPTIONS, Variant
+from pantile._schema import Variant
 from pantile._sdpa_outputs import by_rows, gradients, in_strides_of, new_place
 from pantile._variant_ops import ONLY_OPERANDS, explained_variant
 from pantile._variant_ops import _run_backward as run_variant_backward
@@ -37,19 +36,11 @@ __all__ = ["Provider", "register"]
 NAME = "pantile"
 _SEED_LIMIT = 2**63 - 1
 _ELSEWHERE = "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) serves it"
-_OPTION_FIELDS = dict(zip(OPTIONS, DEFAULT_OPTIONS.call_fields[1], strict=True))
 
 
 @functools.lru_cache(maxsize=1024)
 def _dense_call(scale: float | None, left: int, right: int) -> _C.Call:
-    return _new_call({}, scale, left, right)
-
-
-def _new_call(packing: dict, scale: float | None, left: int, right: int) -> _C.Call:
-    fields: dict[str, Any] = dict.fromkeys(NAMES) | {"max_seqlen_q": 0, "max_seqlen_k": 0}
-    window = {"scale": scale, "window_left": left, "window_right": right}
-    fields |= _OPTION_FIELDS | packing | window
-    return _C.Call(*(fields[name] for name in NAMES))
+    return _shared.bound_call({}, scale, left, right)
 
 
 # ---- dropout: rng_state is the seed of pantile.Dropout
@@ -64,7 +55,7 @@ def _torch_scale(v: Tensor, p: float) -> tuple[Tensor, float]:
 
 
 def _dropout(p: float, seed: Tensor, q: Tensor) -> Variant | None:
-    resolved = resolve_variant(None, None, None, None, Dropout(p, seed=seed), None, None)
+    resolved = resolve_variant(dropout=Dropout(p, seed=seed))
     if resolved is None:  # p rounds to 0
         return None
     return explained_variant(resolved[0]._replace(dropout_seed=seed), q)
@@ -197,7 +188,7 @@ def _call_of(
         "max_seqlen_q": max_q,
         "max_seqlen_k": max_k,
     }
-    return _new_call(packing, scale, left, right)
+    return _shared.bound_call(packing, scale, left, right)
 
 
 def _refuse_options(query, alibi_slopes, block_table, seqused_k) -> None:
@@ -414,7 +405,7 @@ class _CpuCall:
             attn_mask = attn_mask[..., : self.keys]
         mask = attn_mask if attn_mask.dtype is torch.bool else None
         bias = attn_mask if mask is None else None
-        resolved = resolve_variant(None, None, bias, None, None, mask, None)
+        resolved = resolve_variant(bias=bias, mask=mask)
         assert resolved is not None
         return explained_variant(resolved[0], self.q)
 

@@ -11,8 +11,8 @@ import torch
 
 from pantile import _C, _direct
 from pantile._arguments import shown
-from pantile._options import DEFAULT_OPTIONS
-from pantile._schema import NO_VARIANT, Call, bind
+from pantile._masks import window_bounds
+from pantile._schema import Variant
 from pantile._variant_ops import ONLY_OPERANDS
 from pantile._variant_ops import _run_backward as run_variant_backward
 from pantile.compat import _shared, flash_attn_3
@@ -192,7 +192,7 @@ def _backward(
     if cap is None:
         grads = _direct.run_backward(*tensors, call, deterministic)
     else:
-        variant = NO_VARIANT._replace(softcap=cap)
+        variant = Variant(softcap=cap)
         grads = run_variant_backward(*tensors, variant, call, deterministic, ONLY_OPERANDS)[:3]
     shapes = (q, k, v)
     grads = [g.view(x.shape) for g, x in zip(grads, shapes, strict=True)]
@@ -204,24 +204,10 @@ def _backward(
     return *grads, *(_nothing(q) for _ in range(5))
 
 
-def call_of(packing: dict, scale, causal: bool, window_size, exact_lse: bool = True) -> _C.Call:
+def call_of(packing: dict, scale, causal: bool, window_size) -> _C.Call:
     """For the bindings."""
-    from pantile._masks import window_bounds
-
-    fields = {name: x for name, x in packing.items() if x is not None}
-    left, right = window_bounds(bool(causal), _shared.window_of(window_size))
-    options = DEFAULT_OPTIONS.call_fields[1 if exact_lse else 0]
-    from pantile._schema import OPTIONS
-
-    return bind(
-        Call(
-            **fields,
-            scale=scale,
-            window_left=left,
-            window_right=right,
-            **dict(zip(OPTIONS, options, strict=True)),
-        )
-    )
+    bounds = window_bounds(bool(causal), _shared.window_of(window_size))
+    return _shared.bound_call(packing, scale, *bounds)
 
 
 def _metadata(*arguments, **named):

@@ -30,7 +30,7 @@ __all__ = [
 
 def _variant(q: Tensor, softcap: Any, alibi: Any, dropout_p: Any, seed: Any) -> Variant | None:
     drop = _shared.dropout_of(dropout_p, q, False)
-    resolved = resolve_variant(_shared.softcap_of(softcap), alibi, None, None, drop, None, None)
+    resolved = resolve_variant(_shared.softcap_of(softcap), alibi, dropout=drop)
     if resolved is None:
         return None
     variant, chosen = resolved

@@ -8,6 +8,8 @@ import torch
 
 from pantile import _C
 from pantile._arguments import integer, is_symbolic, real, shown
+from pantile._options import DEFAULT_OPTIONS
+from pantile._schema import OPTIONS, Call, bind
 from pantile._variants import Dropout, dropout_mask
 
 if TYPE_CHECKING:
@@ -17,6 +19,13 @@ Tensor = torch.Tensor
 
 CACHE = "this function serves no key-value cache; use flash_attn_with_kvcache"
 PAGED = "this function serves no pages; use block_table of pantile.varlen_attention"
+
+
+def bound_call(packing: dict, scale: float | None, left: int, right: int) -> _C.Call:
+    """For the bindings, with the default options; LSE is that of the unrounded weights."""
+    fields = {name: x for name, x in packing.items() if x is not None}
+    options = dict(zip(OPTIONS, DEFAULT_OPTIONS.call_fields[1], strict=True))
+    return bind(Call(**fields, **options, scale=scale, window_left=left, window_right=right))
 
 
 def refuse(name: str, value: object, answer: str, absent: Any = None) -> None:
