@@ -112,6 +112,10 @@ def without_autocast(device_type: str, name: str) -> Any:
     return lambda: _exclude(keys)
 
 
+# ---- FP8 operands in torch's scaled_dot_product_attention
+
+allow_fp8_attention = find("torch._C._set_sdp_use_fa3")
+
 # ---- forward mode
 
 _forward_ad = importlib.import_module("torch.autograd.forward_ad")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from pantile import _C, fp8
+from pantile import _C, _torch_private, fp8
 from pantile._arguments import flag, shown
 from pantile._direct import run_backward, run_forward
 from pantile._masks import window_bounds
@@ -503,12 +503,11 @@ class Provider:
         kernels = {name: f for name, f in _FLASH.items() if _exists(name)}
         quantized = {name: f for name, f in _QUANTIZED.items() if _exists(name)}
         if fp8:
-            allow = getattr(torch._C, "_set_sdp_use_fa3", None)
-            if not quantized or allow is None:
+            if not quantized or _torch_private.allow_fp8_attention is None:
                 raise _C.UnsupportedError(
                     f"fp8 is True; torch {torch.__version__} has no operators for FP8 operands"
                 )
-            allow(True)
+            _torch_private.allow_fp8_attention(True)
             self._allows_fp8 = True
         kernels |= quantized
         self._implement("CUDA", kernels)
@@ -529,7 +528,7 @@ class Provider:
         for library in libraries:
             library._destroy()
         if self._allows_fp8:
-            torch._C._set_sdp_use_fa3(False)
+            _torch_private.allow_fp8_attention(False)
         registry = sys.modules.get("torch.nn.attention._registry")
         active = getattr(registry, "_FLASH_ATTENTION_ACTIVE", None)
         if active is not None and active[1] is self:

@@ -16,7 +16,7 @@ import pantile
 import pytest
 import torch
 from pantile import reference
-from pantile._schema import Call
+from pantile._schema import VARIANT_TENSOR_COUNT, Call, Variant
 from support import Target, assert_same_bits, dense, packed
 from torch.utils.checkpoint import checkpoint
 
@@ -549,14 +549,19 @@ def test_opcheck():
     given = everything(case, Target("cpu", "cpu"))
     learned = learned_of(given)
     operands = [x.clone().requires_grad_() for x in case.operands]
-    blocks = torch.tensor([[[[True]]]])
-    variant = (learned["alibi"], learned["sinks"], learned["bias"], torch.tensor([3, 4]))
-    variant = (*variant, blocks, None, None)
-    numbers = (2.5, 77, 0, 0, 0, 0, 128)
+    variant = Variant(
+        **learned,
+        dropout_seed=torch.tensor([3, 4]),
+        block_mask=torch.tensor([[[[True]]]]),
+        mask_block=128,
+        softcap=2.5,
+        dropout=77,
+    )
+    tensors, numbers = variant[:VARIANT_TENSOR_COUNT], variant[VARIANT_TENSOR_COUNT:]
     flags = (False, False, False, False, False)
     torch.library.opcheck(
         torch.ops.pantile.forward_variant.default,
-        (*operands, *variant, *Call(backend="cpu"), *numbers, *flags),
+        (*operands, *tensors, *Call(backend="cpu"), *numbers, *flags),
     )
 
 
