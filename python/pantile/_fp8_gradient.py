@@ -42,6 +42,7 @@ from pantile._schema import (
     bind,
     lengths_of,
 )
+from pantile._torch_private import in_transform
 
 Tensor = torch.Tensor
 
@@ -173,8 +174,11 @@ class Fp8Attention(torch.autograd.Function):
         if callable(how):
             o, lse = how(a)
         else:
+            # The transforms further out differentiate by q, k and v. Without these the codes are
+            # constants to them, and a second derivative would be 0 instead of refused.
+            source = (q, k, v) if in_transform() else (None, None, None)
             with _ops.lower(how):
-                o, lse = torch.ops.pantile.fp8_forward.default(None, None, None, *rest)
+                o, lse = torch.ops.pantile.fp8_forward.default(*source, *rest)
         call = Call(*a.call)._replace(**NO_LENGTHS)
         if a.fp8_backward == "recompute":
             ctx.save_for_backward(q, k, v, *lengths_of(a.call))

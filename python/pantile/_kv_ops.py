@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from pantile import _C, _direct, _fake
+from pantile import _C, _direct, _fake, _ops
 from pantile._fast_path import present, takes_short_cut
-from pantile._torch_private import below_autograd
+from pantile._torch_private import below_autograd, in_forward_mode
 
 Tensor = torch.Tensor
 
@@ -231,15 +231,31 @@ _NAMES = {
 }
 
 
+def _require_no_derivative(name: str, tensors) -> None:
+    floating = [
+        (which, x)
+        for which, x in zip(_NAMES[name], tensors, strict=False)
+        if x is not None and x.is_floating_point()
+    ]
+    if torch.is_grad_enabled():
+        for which, x in floating:
+            if x.requires_grad:
+                raise _C.UnsupportedError(
+                    f"pantile.{name} has no backward, and {which} requires grad; call it under "
+                    "torch.no_grad() or torch.inference_mode()"
+                )
+    if in_forward_mode():
+        for which, x in floating:
+            if _ops.has_tangent(x):
+                raise _C.UnsupportedError(
+                    f"pantile.{name} has no forward-mode derivatives (jvp), and {which} has a "
+                    "tangent; detach it"
+                )
+
+
 def _without_derivative(name: str, op):
     def kernel(*arguments):
-        if torch.is_grad_enabled():
-            for which, x in zip(_NAMES[name], arguments, strict=False):
-                if x is not None and x.requires_grad:
-                    raise _C.UnsupportedError(
-                        f"pantile.{name} has no backward, and {which} requires grad; call it under "
-                        "torch.no_grad() or torch.inference_mode()"
-                    )
+        _require_no_derivative(name, arguments)
         with below_autograd():
             return op(*arguments)
 
@@ -255,6 +271,37 @@ for _name, (_kernel, _op) in _KERNELS.items():
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _key)
     _library.impl(_name, _without_derivative(_name, _op), "Autograd")
+
+
+# ---- torch.func: a call for each entry
+
+
+def _vmap_decode(info, in_dims, *args):
+    return _ops.mapped_in_a_loop(decode_op, info, in_dims, *args)
+
+
+def _vmap_schedule(info, in_dims, *args):
+    raise _C.UnsupportedError(
+        "pantile.decode_schedule has no torch.vmap: schedules have lengths of their own; make one "
+        "for each entry, or leave the schedule out of pantile.decode"
+    )
+
+
+def _vmap_append(info, in_dims, *args):
+    """Where every tensor that it writes is mapped: each entry has a cache of its own then."""
+    for which, x, dim in zip(CACHE, args[:_LENGTHS], in_dims, strict=False):
+        if x is not None and dim is None:
+            raise _C.UnsupportedError(
+                f"pantile.append writes to cache.{which}, which torch.vmap does not map; map the "
+                "cache, or append once with a batch"
+            )
+    rotated, dims = _ops.mapped_in_a_loop(lambda *x: (append_op(*x),), info, in_dims, *args)
+    return rotated[0], dims[0]
+
+
+torch.library.register_vmap("pantile::decode", _vmap_decode, lib=_library)
+torch.library.register_vmap("pantile::decode_schedule", _vmap_schedule, lib=_library)
+torch.library.register_vmap("pantile::append", _vmap_append, lib=_library)
 
 
 def _run(name: str, kernel, tensors: tuple, rest: tuple):

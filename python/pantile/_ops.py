@@ -9,6 +9,7 @@ Plain eager calls take a short cut around the dispatcher that does the same work
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 from torch.autograd import forward_ad
@@ -154,6 +155,32 @@ def _no_forward_mode(*_):
     raise _C.UnsupportedError("forward-mode derivatives (jvp) of attention are not implemented")
 
 
+class _FirstOnly(torch.autograd.Function):
+    """Gradients as they are, whose own derivative is refused."""
+
+    @staticmethod
+    def forward(ctx, *grads):
+        return tuple(None if g is None else g.view_as(g) for g in grads)
+
+    backward = staticmethod(_no_second_derivative)
+
+
+def first_derivatives_only(backward):
+    """Of a Function's backward that autograd could not differentiate: it exchanges tensors with
+    other processes, so that parts of a second derivative would be missing without a word."""
+
+    @functools.wraps(backward)
+    def refusing(ctx, *grads):
+        with torch.no_grad():
+            answers = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return answers
+        fresh = (None if g is None else g.detach().requires_grad_() for g in answers)
+        return _FirstOnly.apply(*fresh)
+
+    return refusing
+
+
 def apply(function: type[torch.autograd.Function], *args):
     """``function.apply`` for an Autograd kernel, also inside transforms of torch.func.
 
@@ -277,10 +304,14 @@ def gradient_function(op):
 _AttentionGradient = gradient_function(backward_op)
 
 
+def has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
 def differentiates(tensors) -> bool:
     if not _torch_private.KNOWS_FORWARD_MODE:
         tensors = tuple(tensors)
-        if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        if any(map(has_tangent, tensors)):
             return True
     elif _torch_private.in_forward_mode():  # inside dual_level: Function refuses tangents by name
         return True

@@ -453,6 +453,27 @@ def check_wrappers(case: Case) -> str | None:
     return None
 
 
+def check_second_derivatives(case: Case) -> str | None:
+    """A gradient penalty is refused on every way, whichever gradient it takes; a gradient that
+    could be differentiated is the plain one."""
+    plan, tensors = make_plan(case), whole_tensors(case)
+    for method in ("gather", "exchange", "heads", "ring"):
+        for which in range(3):
+            leaves = [plan.shard(x, dim=0).requires_grad_() for x in tensors[:3]]
+            loss = pd.attention(*leaves, plan=plan, method=method).square().sum()
+            plain = torch.autograd.grad(loss, leaves, retain_graph=True)
+            grads = torch.autograd.grad(loss, leaves, create_graph=True)
+            if not all(map(torch.equal, plain, grads)):
+                return f"{method}: create_graph=True changes a gradient"
+            try:
+                grads[which].square().sum().backward()
+                return f"{method}: the gradient of {'qkv'[which]} has a derivative"
+            except pantile.UnsupportedError as refusal:
+                if "second derivatives of attention" not in str(refusal):
+                    return f"{method}: {refusal}"
+    return None
+
+
 def check_dead_peer(case: Case) -> str | None:
     plan, tensors = make_plan(case), whole_tensors(case)
     q, k, v = (plan.shard(x, dim=0) for x in tensors[:3])

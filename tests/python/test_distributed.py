@@ -22,6 +22,7 @@ from distributed_world import (
     check_modules,
     check_plan_calls,
     check_repeats,
+    check_second_derivatives,
     check_training,
     check_wrappers,
     run_worlds,
@@ -83,6 +84,7 @@ OTHERS = [
     (2, check_modules, Case()),
     (2, check_dtensors, Case(batch=2)),
     (2, check_wrappers, Case()),
+    (2, check_second_derivatives, Case(lengths=(40, 24), packed=True)),
     (2, check_dead_peer, Case("exchange")),
 ]
 ALL = [(size, case) for size, cases in CASES.items() for case in cases]

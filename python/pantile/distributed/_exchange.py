@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from pantile import _ops
 from pantile.distributed._local import Local, Settings
 from pantile.distributed._share import Share
 from pantile.distributed._transfer import Pending, exchange, gather, sum_rows
@@ -97,6 +98,7 @@ class KeyExchange(torch.autograd.Function):
         return o, lse.view(heads_q, batch, rows).transpose(0, 1).contiguous()
 
     @staticmethod
+    @_ops.first_derivatives_only
     def backward(ctx, grad_o, grad_lse=None):
         job = ctx.job
         q, k, v, o, lse, *saved = ctx.saved_tensors

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pantile import _ops
+
 Tensor = torch.Tensor
 Range = tuple[int, int]
 
@@ -111,6 +113,7 @@ class ToHeads(torch.autograd.Function):
         return _to_heads(x, side)
 
     @staticmethod
+    @_ops.first_derivatives_only
     def backward(ctx, grad):
         return _sum_of_heads(_to_rows(grad, ctx.side), ctx.side, ctx.heads), None
 
@@ -124,5 +127,6 @@ class ToRows(torch.autograd.Function):
         return torch.cat(_to_rows(x, side), 2)
 
     @staticmethod
+    @_ops.first_derivatives_only
     def backward(ctx, grad):
         return _to_heads(grad, ctx.side), None

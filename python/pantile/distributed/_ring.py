@@ -174,6 +174,7 @@ class Ring(torch.autograd.Function):
         return (o.to(q.dtype), lse) if job.wants_lse else o.to(q.dtype)
 
     @staticmethod
+    @_ops.first_derivatives_only
     def backward(ctx, grad_o, grad_lse=None):
         job, share = ctx.job, ctx.job.share
         q, k, v, o, lse = ctx.saved_tensors
