@@ -131,7 +131,7 @@ def shown(line: dict) -> str:
 
 
 def lines_of(device: str, ours: list[int], textbooks: list[int]) -> Iterator[dict]:
-    yield harness.header(**({} if device == "cuda" else {"device": "cpu"}))
+    yield harness.header(device)
     rows = []
     for implementation, lengths in (("pantile", ours), ("textbook", textbooks)):
         for length in lengths:

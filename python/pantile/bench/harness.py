@@ -42,13 +42,13 @@ def require_gpu() -> None:
         sys.exit(f"{pathlib.Path(sys.argv[0]).name} needs a CUDA GPU, and torch sees none")
 
 
-def header(**more) -> dict:
-    """The first line of a results file."""
+def header(on: str = "cuda", **more) -> dict:
+    """The first line of a results file: what was measured, where and how."""
     line = {"kind": "run", "commit": measure.commit(), "commands": [measure.command()]}
-    line["torch"] = torch.__version__
-    if torch.cuda.is_available():
-        line |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    line |= {"torch": torch.__version__, "device": "cpu"}
+    if on == "cuda":
         line |= {"device": torch.cuda.get_device_name(), "state_before": measure.gpu_state()}
+        line |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return line | more
 
 
