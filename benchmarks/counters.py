@@ -6,12 +6,10 @@ kernel before each case tells them apart in ncu's output. `report` is all of suc
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -19,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from pantile.bench import figures, measure
+from pantile.bench import harness
 
 MARK = "spin_kernel"  # of torch.cuda._sleep
 ABSENT = "absent case: "  # begins a line that names a case that cannot run, and why
@@ -126,34 +124,22 @@ def report(
     out: str,
 ) -> list[dict]:
     """The program of a script: measures the cases, prints the rows and writes them."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=doc, formatter_class=form)
-    path = pathlib.Path("benchmarks/results") / out
-    parser.add_argument("--out", type=pathlib.Path, default=path, help="default: %(default)s")
-    chosen = parser.parse_args()
+    chosen = harness.parser(doc, out).parse_args()
+    harness.require_gpu()
     if CHILD in os.environ:
         run_cases(prepare)
         sys.exit()
-    if not torch.cuda.is_available():
-        sys.exit("this reads the counters of a CUDA GPU, and there is none")
     started = time.perf_counter()
     try:
         found, absent = collect(names, metrics)
     except CounterError as error:
         sys.exit(str(error))
     rows = rows_of(found)
-    header = {
-        "kind": "run",
-        "commit": measure.commit(),
-        "gpu": torch.cuda.get_device_name(),
-        "state_before": measure.gpu_state(),
-        "seconds": round(time.perf_counter() - started, 1),
-        "absent": absent,
-    }
-    figures.write(chosen.out, [header, *rows])
-    for row in rows:
-        print(", ".join(f"{k} {v}" for k, v in row.items() if k not in ("kind", "kernel")))
-    for name, reason in absent.items():
-        print(f"absent: {name}: {reason}")
-    print(f"wrote {chosen.out}")
+    seconds = round(time.perf_counter() - started, 1)
+    header = harness.header(gpu=torch.cuda.get_device_name(), seconds=seconds, absent=absent)
+
+    def text(row: dict) -> str:
+        return ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("kind", "kernel"))
+
+    harness.emit(chosen.out, [header, *rows], text)
     return rows

@@ -12,34 +12,33 @@ the line names: FA3 over num_splits and pages, FlashInfer with its plan outside 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import importlib
-import json
-import pathlib
+import itertools
 from collections.abc import Callable, Iterator
 
 import pantile
 import torch
-from pantile.bench import measure
-from pantile.bench.measure import Contender
+from pantile.bench import cases, harness
+from pantile.bench.measure import Contender, repeat
 
 COLD_BYTES = 200 * 10**6
 MOST_BYTES = 24 * 10**9  # of one cache
-FA3_MODULES = ("tokenspeed_fa3.flash_attn_interface", "flash_attn_interface")
-FLASH_MLA_MODULES = ("sgl_flash_mla", "tokenspeed_flashmla", "flash_mla")
+MOST_CACHES = 64
 FA3_SPLITS = (0, 1, 2, 4, 8, 16, 32)  # 0: its own rule
-SPLITS = ("auto", "invariant")
+LATENT_SCALE = 192**-0.5
+DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+INT8_SCALE = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
     batch: int
     keys: int
-    heads_q: int
-    heads_k: int
-    page: int  # 0: dense
+    heads_q: int = 32
+    heads_k: int = 8
+    page: int = 64  # 0: dense
     head_dim: int = 128
     head_dim_v: int = 128
     format: str = "bf16"
@@ -51,14 +50,14 @@ class Cell:
         return self.head_dim == 576
 
     @property
-    def element_bytes(self) -> int:
-        return 2 if self.format == "bf16" else 1
+    def scale(self) -> float:
+        return LATENT_SCALE if self.latent else self.head_dim**-0.5
 
     def row_bytes(self) -> int:
         """Of one key and value of all heads, scales included."""
         width = self.head_dim if self.latent else self.head_dim + self.head_dim_v
         scales = 0 if self.format == "bf16" else 4 if self.latent else 8
-        return self.heads_k * (width * self.element_bytes + scales)
+        return self.heads_k * (width * DTYPES[self.format].itemsize + scales)
 
     def used(self) -> list[int]:
         if self.lengths == "ragged":
@@ -73,35 +72,19 @@ class Cell:
 
 
 def cells(grid: str) -> Iterator[Cell]:
-    heads = ((32, 8), (64, 8), (32, 32), (8, 1))
-    if grid == "short":
-        for batch, keys in ((1, 1024), (1, 8192), (1, 65536), (32, 4096), (128, 1024)):
-            yield Cell(batch, keys, 32, 8, 64)
-        for format_ in ("e4m3", "int8"):
-            yield Cell(32, 4096, 32, 8, 64, format=format_)
-        yield Cell(32, 4096, 32, 8, 64, lengths="ragged")
-        yield Cell(32, 4096, 32, 8, 64, lengths="one long")
-        yield Cell(128, 4096, 128, 1, 64, 576, 512)
-        return
-    for batch in (1, 8, 32, 128):
-        for keys in (1024, 4096, 16384, 65536, 262144):
-            for heads_q, heads_k in heads:
-                for page in (0, 16, 64):
-                    cell = Cell(batch, keys, heads_q, heads_k, page)
-                    if batch * keys * cell.row_bytes() <= MOST_BYTES:
-                        yield cell
-    for format_ in ("e4m3", "int8"):
-        for batch, keys in ((1, 65536), (8, 16384), (32, 4096), (128, 4096)):
-            yield Cell(batch, keys, 32, 8, 64, format=format_)
-    for lengths in ("ragged", "one long"):
-        for page in (0, 64):
-            yield Cell(32, 8192, 32, 8, page, lengths=lengths)
-    for page in (1, 8):
-        yield Cell(32, 4096, 32, 8, page)
-    for queries in (2, 4, 8):
-        yield Cell(8, 32768, 64, 8, 64, queries=queries)
-    for heads_q, keys in ((16, 4096), (128, 4096), (128, 32768)):
-        yield Cell(128 if keys < 32768 else 32, keys, heads_q, 1, 64, 576, 512)
+    """Of [[decode.GRID]] in the catalogue, as far as a cache fits."""
+    for lists in cases.CATALOGUE["decode"][grid]:
+        for values in itertools.product(*lists.values()):
+            named = dict(zip(lists, values, strict=True))
+            for pair, (first, second) in (
+                ("size", ("batch", "keys")),
+                ("heads", ("heads_q", "heads_k")),
+            ):
+                if pair in named:
+                    named[first], named[second] = named.pop(pair)
+            cell = Cell(**named)
+            if cell.batch * cell.keys * cell.row_bytes() <= MOST_BYTES:
+                yield cell
 
 
 class Inputs:
@@ -110,51 +93,47 @@ class Inputs:
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
         self.used = cell.used()
-        bytes_ = sum(self.used) * cell.row_bytes()
-        self.count = max(1, -(-COLD_BYTES // max(bytes_, 1)))
-        self.count = min(self.count, 64)
-        self.bytes = bytes_
+        self.bytes = sum(self.used) * cell.row_bytes()
+        self.count = min(max(1, -(-COLD_BYTES // max(self.bytes, 1))), MOST_CACHES)
         self.lengths = torch.tensor(self.used, dtype=torch.int32, device="cuda")
-        self.sets = [self._make() for _ in range(self.count)]
+        self.sets = [(self._queries(), self._cache()) for _ in range(self.count)]
 
-    def _make(self):
+    def _queries(self) -> torch.Tensor:
+        shape = (self.cell.batch, self.cell.queries, self.cell.heads_q, self.cell.head_dim)
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    def _cache(self) -> pantile.KVCache:
         cell = self.cell
-        most = max(self.used)
-        form = {
-            "head_dim_v": cell.head_dim_v,
-            "device": "cuda",
-            "latent": cell.latent,
-            "dtype": {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}[
-                cell.format
-            ],
-        }
+        form = {"head_dim_v": cell.head_dim_v, "device": "cuda", "latent": cell.latent}
+        form["dtype"] = DTYPES[cell.format]
+        heads = (cell.heads_k, cell.head_dim)
         if cell.page:
-            columns = -(-most // cell.page)
-            needed = [-(-length // cell.page) for length in self.used]
-            names = torch.randperm(sum(needed), device="cuda", dtype=torch.int32)
-            table = torch.zeros(cell.batch, columns, dtype=torch.int32, device="cuda")
-            start = 0
-            for row, count in enumerate(needed):
-                table[row, :count] = names[start : start + count]
-                start += count
-            pages = sum(needed)
-            cache = pantile.KVCache.paged(
-                pages, cell.page, cell.heads_k, cell.head_dim, block_table=table, **form
-            )
+            table = self._block_table()
+            pages = sum(-(-length // cell.page) for length in self.used)
+            cache = pantile.KVCache.paged(pages, cell.page, *heads, block_table=table, **form)
         else:
-            cache = pantile.KVCache.dense(cell.batch, most, cell.heads_k, cell.head_dim, **form)
-        for x, scale in ((cache.k, cache.scale_k), (cache.v, cache.scale_v)):
-            if x is None:
-                continue
-            fill(x)
+            cache = pantile.KVCache.dense(cell.batch, max(self.used), *heads, **form)
+        for x in (cache.k, cache.v):
+            if x is not None:
+                fill(x)
+        for scale in (cache.scale_k, cache.scale_v):
             if scale is not None:
-                scale.fill_(0.02 if cell.format == "int8" else 1.0)
-        q = torch.randn(
-            (cell.batch, cell.queries, cell.heads_q, cell.head_dim),
-            device="cuda",
-            dtype=torch.bfloat16,
-        )
-        return q, cache
+                scale.fill_(INT8_SCALE if cell.format == "int8" else 1.0)
+        return cache
+
+    def _block_table(self) -> torch.Tensor:
+        """Pages at random places of the pool."""
+        needed = [-(-length // self.cell.page) for length in self.used]
+        names = torch.randperm(sum(needed), device="cuda", dtype=torch.int32)
+        table = torch.zeros(self.cell.batch, max(needed), dtype=torch.int32, device="cuda")
+        for row, part in enumerate(names.split(needed)):
+            table[row, : len(part)] = part
+        return table
+
+    def graphed(self, name: str, call: Callable, *more, **keywords) -> Contender:
+        """``call(q, cache, ...)`` of every set."""
+        calls = [functools.partial(call, q, cache, *more, **keywords) for q, cache in self.sets]
+        return graphed(name, calls)
 
 
 def fill(x: torch.Tensor) -> None:
@@ -175,20 +154,13 @@ def graphed(name: str, calls: list[Callable[[], object]]) -> Contender:
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
-
-    def replay(n: int) -> None:
-        for _ in range(n):
-            graph.replay()
-
-    return Contender(name, replay)
+    return Contender(name, repeat(graph.replay))
 
 
 def ours(inputs: Inputs, split: str, scheduled: bool) -> Contender:
     calls = []
     for q, cache in inputs.sets:
-        arguments = {"split": split, "causal": True}
-        if inputs.cell.latent:
-            arguments["scale"] = 192**-0.5
+        arguments = {"split": split, "causal": True, "scale": inputs.cell.scale}
         if scheduled:
             arguments["schedule"] = pantile.decode_schedule(q, cache, inputs.lengths, split=split)
         calls.append(functools.partial(pantile.decode, q, cache, inputs.lengths, **arguments))
@@ -199,116 +171,89 @@ def ours(inputs: Inputs, split: str, scheduled: bool) -> Contender:
 # ---- peers: contenders, or the reason why there are none
 
 
-def first_module(names: tuple[str, ...]):
-    for name in names:
+def first_module(*names: str):
+    """The first that is installed; its ImportError says which was looked for last."""
+    for name in names[:-1]:
         try:
             return importlib.import_module(name)
         except ImportError:
             continue
-    return None
+    return importlib.import_module(names[-1])
 
 
 def fa3(inputs: Inputs) -> list[Contender] | str:
-    module = first_module(FA3_MODULES)
-    cell = inputs.cell
-    if module is None:
-        return "FA3 is not installed"
-    if cell.latent or cell.format != "bf16":
+    if inputs.cell.latent or inputs.cell.format != "bf16":
         return "measured in bf16 and up to head dim 256 only"
-    found = []
-    for splits in FA3_SPLITS:
-        calls = [
-            functools.partial(
-                module.flash_attn_with_kvcache,
-                q,
-                cache.k,
-                cache.v,
-                cache_seqlens=inputs.lengths,
-                page_table=cache.block_table,
-                causal=True,
-                num_splits=splits,
-            )
-            for q, cache in inputs.sets
-        ]
-        found.append(graphed(f"FA3, {splits} splits" if splits else "FA3", calls))
-    return found
+    module = first_module("tokenspeed_fa3.flash_attn_interface", "flash_attn_interface")
+
+    def call(q, cache, splits: int) -> object:
+        return module.flash_attn_with_kvcache(
+            *(q, cache.k, cache.v),
+            cache_seqlens=inputs.lengths,
+            page_table=cache.block_table,
+            causal=True,
+            num_splits=splits,
+        )
+
+    names = {splits: f"FA3, {splits} splits" if splits else "FA3" for splits in FA3_SPLITS}
+    return [inputs.graphed(name, call, splits) for splits, name in names.items()]
+
+
+def flashinfer_plan(module, inputs: Inputs, q, cache) -> tuple[Callable, Callable]:
+    """(plan, run) of FlashInfer's wrapper over one cache."""
+    cell = inputs.cell
+    needed = (inputs.lengths + cell.page - 1) // cell.page
+    bounds = torch.zeros(cell.batch + 1, dtype=torch.int32, device="cuda")
+    bounds[1:] = needed.cumsum(0)
+    columns = torch.arange(cache.block_table.shape[1], device="cuda")
+    names = cache.block_table[columns[None] < needed[:, None]]
+    last = (inputs.lengths - 1) % cell.page + 1
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(256 * 2**20, dtype=torch.uint8, device="cuda"),
+        "NHD",
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=bounds.clone(),
+        paged_kv_indices_buffer=names.clone(),
+        paged_kv_last_page_len_buffer=last.clone(),
+    )
+    shape = (cell.heads_q, cell.heads_k, cell.head_dim, cell.page)
+    plan = functools.partial(wrapper.plan, bounds, names, last, *shape, data_type=torch.bfloat16)
+    plan()
+    return plan, functools.partial(wrapper.run, q[:, 0], (cache.k, cache.v))
 
 
 def flashinfer(inputs: Inputs) -> list[Contender] | str:
-    module = first_module(("flashinfer",))
     cell = inputs.cell
-    if module is None:
-        return "FlashInfer is not installed"
     if cell.latent or cell.format != "bf16" or cell.queries > 1 or not cell.page:
         return "measured in bf16, with pages and one query only"
-    calls, plans = [], []
-    for q, cache in inputs.sets:
-        needed = (inputs.lengths + cell.page - 1) // cell.page
-        bounds = torch.zeros(cell.batch + 1, dtype=torch.int32, device="cuda")
-        bounds[1:] = needed.cumsum(0)
-        columns = torch.arange(cache.block_table.shape[1], device="cuda")
-        names = cache.block_table[columns[None] < needed[:, None]]
-        last = (inputs.lengths - 1) % cell.page + 1
-        space = torch.zeros(256 * 2**20, dtype=torch.uint8, device="cuda")
-        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
-            space,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=bounds.clone(),
-            paged_kv_indices_buffer=names.clone(),
-            paged_kv_last_page_len_buffer=last.clone(),
-        )
-        plan = functools.partial(
-            wrapper.plan,
-            bounds,
-            names,
-            last,
-            cell.heads_q,
-            cell.heads_k,
-            cell.head_dim,
-            cell.page,
-            data_type=torch.bfloat16,
-        )
-        plan()
-        plans.append(plan)
-        calls.append(functools.partial(wrapper.run, q[:, 0], (cache.k, cache.v)))
+    module = first_module("flashinfer")
+    pairs = [flashinfer_plan(module, inputs, q, cache) for q, cache in inputs.sets]
 
-    def both(n: int) -> None:
-        for _ in range(n):
-            for plan, call in zip(plans, calls, strict=True):
-                plan()
-                call()
+    def both() -> None:
+        for plan, run in pairs:
+            plan()
+            run()
 
-    return [graphed("FlashInfer", calls), Contender("FlashInfer, plan + run", both, wall=True)]
+    alone = graphed("FlashInfer", [run for _, run in pairs])
+    return [alone, Contender("FlashInfer, plan + run", repeat(both), wall=True)]
 
 
 def flash_mla(inputs: Inputs) -> list[Contender] | str:
     cell = inputs.cell
     if not cell.latent or cell.format != "bf16" or cell.page != 64:
         return "measured with a latent cache in bf16 and pages of 64 only"
-    module = first_module(FLASH_MLA_MODULES)
-    if module is None:
-        return "FlashMLA is not installed"
-    metadata, splits = module.get_mla_metadata(
-        inputs.lengths, cell.queries * cell.heads_q // cell.heads_k, cell.heads_k
-    )
-    calls = [
-        functools.partial(
-            module.flash_mla_with_kvcache,
-            q,
-            cache.k,
-            cache.block_table,
-            inputs.lengths,
-            cell.head_dim_v,
-            metadata,
-            splits,
-            softmax_scale=192**-0.5,
-            causal=True,
+    module = first_module("sgl_flash_mla", "tokenspeed_flashmla", "flash_mla")
+    rows = cell.queries * cell.heads_q // cell.heads_k
+    schedule = module.get_mla_metadata(inputs.lengths, rows, cell.heads_k)
+
+    def call(q, cache) -> object:
+        where = (cache.block_table, inputs.lengths, cell.head_dim_v, *schedule)
+        return module.flash_mla_with_kvcache(
+            q, cache.k, *where, softmax_scale=LATENT_SCALE, causal=True
         )
-        for q, cache in inputs.sets
-    ]
-    return [graphed("FlashMLA", calls)]
+
+    return [inputs.graphed("FlashMLA", call)]
 
 
 PEERS = {"FA3": fa3, "FlashInfer": flashinfer, "FlashMLA": flash_mla}
@@ -321,8 +266,7 @@ def error_of(inputs: Inputs) -> float:
     """Relative, of the first sequence's last query against float32 attention."""
     q, cache = inputs.sets[0]
     cell, length = inputs.cell, inputs.used[0]
-    scale = 192**-0.5 if cell.latent else cell.head_dim**-0.5
-    o = pantile.decode(q, cache, inputs.lengths, scale=scale)
+    o = pantile.decode(q, cache, inputs.lengths, scale=cell.scale)
     at = cache.block_table[0].long() if cell.page else torch.zeros(1, dtype=torch.long).cuda()
 
     def rows(x, factor):
@@ -332,91 +276,64 @@ def error_of(inputs: Inputs) -> float:
 
     k = rows(cache.k, cache.scale_k)
     v = k[..., : cell.head_dim_v] if cell.latent else rows(cache.v, cache.scale_v)
-    group = cell.heads_q // cell.heads_k
-    query = q[0, -1].float().reshape(cell.heads_k, group, -1)
-    weights = torch.softmax(torch.einsum("hgd,jhd->hgj", query, k) * scale, -1)
-    exact = torch.einsum("hgj,jhd->hgd", weights, v).reshape(cell.heads_q, -1)
+    query = q[0, -1].float().unflatten(0, (cell.heads_k, -1))
+    weights = torch.softmax(torch.einsum("hgd,jhd->hgj", query, k) * cell.scale, -1)
+    exact = torch.einsum("hgj,jhd->hgd", weights, v).flatten(0, 1)
     return float((o[0, -1].float() - exact).norm() / exact.norm())
 
 
-def contenders_of(inputs: Inputs, absent: dict[str, str]) -> list[Contender]:
-    running = []
-    for split in SPLITS:
-        for scheduled in (False, True):
-            try:
-                running.append(ours(inputs, split, scheduled))
-            except (pantile.UnsupportedError, RuntimeError) as refusal:
-                absent[f"pantile, {split}"] = str(refusal).splitlines()[0]
-    for name, peer in PEERS.items():
-        try:
-            found = peer(inputs)
-        except Exception as error:  # a peer's refusals have types of their own
-            found = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
-        if isinstance(found, str):
-            absent[name] = found
-        else:
-            running += found
-    return running
+def best_of(us: dict[str, float]) -> dict[str, dict]:
+    """The best setting of each implementation: not ours with other bits, nor FlashInfer with the
+    work of its host."""
+    best = {}
+    for name in ("pantile", *PEERS):
+        own = {n: t for n, t in us.items() if n == name or n.startswith(f"{name}, ")}
+        for other in [n for n in own if n.startswith(("pantile, invariant", "FlashInfer, plan"))]:
+            del own[other]
+        if own:
+            setting = min(own, key=own.__getitem__)
+            best[name] = {"setting": setting, "us": own[setting]}
+    return best
 
 
 def line_of(cell: Cell) -> dict:
     torch.manual_seed(0)
+    torch.cuda.empty_cache()
     inputs = Inputs(cell)
     absent: dict[str, str] = {}
-    running = contenders_of(inputs, absent)
-    measure.interleave(running, rounds=5, round_ms=8.0)
-    us = {c.name: round(c.median() * 1e3 / inputs.count, 3) for c in running}
-    best = {}
-    for name in ("pantile", *PEERS):
-        # Not ours with other bits, nor FlashInfer with its host's work.
-        own = {
-            n: t
-            for n, t in us.items()
-            if (n == name or n.startswith(f"{name}, "))
-            and not n.startswith(("pantile, invariant", "FlashInfer, plan"))
-        }
-        if own:
-            setting = min(own, key=own.__getitem__)
-            best[name] = {"setting": setting, "us": own[setting]}
-    line = {
-        "kind": "timing",
-        **dataclasses.asdict(cell),
-        "mb": round(inputs.bytes / 1e6, 3),
-        "caches": inputs.count,
-        "us": us,
-        "tb_s": {n: round(inputs.bytes / t * 1e-6, 4) for n, t in us.items() if t > 0},
-        "best": best,
-        "absent": absent,
+    mine = {
+        f"pantile, {split}{', schedule apart' if scheduled else ''}": functools.partial(
+            ours, inputs, split, scheduled
+        )
+        for split in ("auto", "invariant")
+        for scheduled in (False, True)
     }
+    running = harness.running(mine, absent, harness.OURS_REFUSES)
+    theirs = {name: functools.partial(peer, inputs) for name, peer in PEERS.items()}
+    running += harness.running(theirs, absent)
+    ms = harness.medians(running)
+    us = {name: round(t * 1e3 / inputs.count, 3) for name, t in ms.items()}
+    best = best_of(us)
+    line = {"kind": "timing", **dataclasses.asdict(cell), "mb": round(inputs.bytes / 1e6, 3)}
+    line |= {"caches": inputs.count, "us": us, "best": best, "absent": absent}
+    line["tb_s"] = {n: round(inputs.bytes / t * 1e-6, 4) for n, t in us.items() if t > 0}
     if "pantile" in best:
         line["error"] = error_of(inputs)
         peers = [best[name]["us"] for name in PEERS if name in best]
-        line["ahead_of_best_peer"] = round(min(peers) / best["pantile"]["us"], 3) if peers else None
+        line["ahead_of_best_peer"] = harness.quotient(
+            min(peers, default=None), best["pantile"]["us"]
+        )
     return line
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path)
+    parser = harness.parser(__doc__)
     parser.add_argument("--grid", default="full", choices=("full", "short"))
     given = parser.parse_args()
-    lines = [
-        {
-            "kind": "run",
-            "commit": measure.commit(),
-            "commands": [measure.command()],
-            "torch": torch.__version__,
-            "state_before": measure.gpu_state(),
-        }
-    ]
+    harness.require_gpu()
     with torch.inference_mode():
-        for cell in cells(given.grid):
-            line = line_of(cell)
-            print(json.dumps(line), flush=True)
-            lines.append(line)
-            torch.cuda.empty_cache()
-    if given.out:
-        given.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lines = (line_of(cell) for cell in cells(given.grid))
+        harness.emit(given.out, itertools.chain([harness.header()], lines))
 
 
 if __name__ == "__main__":

@@ -12,15 +12,14 @@ forward alone and of the backward alone, and what autograd keeps in between.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import math
 import pathlib
-import sys
 
 import pantile
 import torch
-from pantile.bench import measure
+from pantile.bench import harness, measure
 
 TOKENS, HIDDEN = 16384, 2048
 MODES = {
@@ -43,7 +42,7 @@ class Step:
     def backward(self) -> tuple:
         return torch.autograd.grad(self.o, self.operands, self.grad_o, retain_graph=True)
 
-    def whole(self) -> tuple:
+    def step(self) -> tuple:
         return torch.autograd.grad(self.forward(), self.operands, self.grad_o)
 
 
@@ -65,26 +64,28 @@ def draw(length: int, head_dim: int, device: str) -> tuple[list[torch.Tensor], t
     return [x.requires_grad_() for x in (q, k, v)], g
 
 
-def run_cell(length: int, head_dim: int, causal: bool, rounds: int) -> dict:
+def run_cell(length: int, head_dim: int, mask: str, rounds: int) -> dict:
     torch.manual_seed(0)
     operands, grad_o = draw(length, head_dim, "cuda")
+    causal = mask == "causal"
     steps = {name: Step(options, operands, grad_o, causal) for name, options in MODES.items()}
-    parts = {"step": "whole", "forward": "forward", "backward": "backward"}
-    record: dict = {
-        "kind": "fp8_training",
-        "head_dim": head_dim,
-        "mask": "causal" if causal else "full",
-        "length": length,
-        "saved_bytes": {name: saved_bytes(step) for name, step in steps.items()},
-    }
-    for part, method in parts.items():
+    record: dict = {"kind": "fp8_training", "head_dim": head_dim, "mask": mask, "length": length}
+    record["saved_bytes"] = {name: saved_bytes(step) for name, step in steps.items()}
+    for part in ("step", "forward", "backward"):
         contenders = [
-            measure.Contender(name, measure.repeat(getattr(step, method)))
-            for name, step in steps.items()
+            measure.Contender(name, measure.repeat(getattr(one, part)))
+            for name, one in steps.items()
         ]
-        measure.interleave(contenders, rounds=rounds)
-        record[f"{part}_ms"] = {c.name: round(c.median(), 4) for c in contenders}
+        record[f"{part}_ms"] = harness.medians(contenders, rounds, round_ms=12.0)
     return record
+
+
+def shown(record: dict) -> str:
+    if "step_ms" not in record:
+        return ""
+    times = record["step_ms"]
+    texts = [f"{name} {ms:.3f} ({times['bf16'] / ms:.2f}x)" for name, ms in times.items()]
+    return f"d{record['head_dim']} {record['mask']} {record['length']}: {', '.join(texts)}"
 
 
 def summary(report: dict, run: dict) -> dict:
@@ -117,46 +118,24 @@ def summary(report: dict, run: dict) -> dict:
     }
 
 
-def write(out: pathlib.Path | None, record: dict) -> None:
-    if out:
-        with out.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="append records to this file")
-    parser.add_argument("--head-dims", default="64,128")
-    parser.add_argument("--lengths", default="1024,4096,8192,16384")
-    parser.add_argument("--masks", default="full,causal")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--head-dims", type=harness.numbers, default="64,128")
+    parser.add_argument("--lengths", type=harness.numbers, default="1024,4096,8192,16384")
+    parser.add_argument("--masks", type=harness.words, default="full,causal")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--runs", type=pathlib.Path, nargs="*", help="losses.json of train_gpt.py, to summarise"
-    )
-    arguments = parser.parse_args()
-    for path in arguments.runs or ():
-        report = json.loads(path.read_text())
-        for run in report["runs"]:
-            write(arguments.out, summary(report, run))
-    if arguments.runs:
+    text = "losses.json of train_gpt.py, to summarise"
+    parser.add_argument("--runs", type=pathlib.Path, nargs="*", default=[], help=text)
+    given = parser.parse_args()
+    if given.runs:
+        reports = [json.loads(path.read_text()) for path in given.runs]
+        lines = [summary(report, run) for report in reports for run in report["runs"]]
+        harness.emit(given.out, lines)
         return
-    if not torch.cuda.is_available():
-        sys.exit("fp8_training.py needs a CUDA device")
-    machine = {
-        "gpu": measure.gpu_state(),
-        "torch": torch.__version__,
-        "commit": measure.commit(),
-        "command": measure.command(),
-    }
-    for head_dim in map(int, arguments.head_dims.split(",")):
-        for mask in arguments.masks.split(","):
-            for length in map(int, arguments.lengths.split(",")):
-                record = run_cell(length, head_dim, mask == "causal", arguments.rounds) | machine
-                step = record["step_ms"]
-                base = step["bf16"]
-                shown = ", ".join(f"{n} {ms:.3f} ({base / ms:.2f}x)" for n, ms in step.items())
-                print(f"d{head_dim} {mask} {length}: {shown}", flush=True)
-                write(arguments.out, record)
+    harness.require_gpu()
+    cells = itertools.product(given.head_dims, given.masks, given.lengths)
+    lines = (run_cell(length, dim, mask, given.rounds) for dim, mask, length in cells)
+    harness.emit(given.out, itertools.chain([harness.header()], lines), shown)
 
 
 if __name__ == "__main__":

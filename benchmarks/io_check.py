@@ -18,6 +18,7 @@ from pantile import io_model
 LIMIT = 0.15
 HEAD_DIM = 128
 READ, WRITTEN, TIME = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
+METRICS = [READ, WRITTEN, TIME]
 # name -> (implementation, length, heads)
 CASES = {
     **{f"textbook {n}": ("textbook", n, 2**30 // n**2) for n in (2048, 4096, 8192, 16384)},
@@ -65,25 +66,13 @@ def rows_of(found: dict[str, list[dict]], gpu: io_model.Gpu) -> list[dict]:
     rows = []
     for name, launches in found.items():
         model = predicted(name, gpu)
-        read = sum(x[READ] for x in launches)
-        written = sum(x[WRITTEN] for x in launches)
-        kind, length, heads = CASES[name]
-        rows.append(
-            {
-                "kind": "io",
-                "implementation": kind,
-                "length": length,
-                "heads": heads,
-                "head_dim": HEAD_DIM,
-                "kernels": len(launches),
-                "read_bytes": read,
-                "written_bytes": written,
-                "model_read_bytes": model.read_bytes,
-                "model_written_bytes": model.written_bytes,
-                "ratio": round((read + written) / model.bytes, 4),
-                "ms": round(sum(x[TIME] for x in launches) / 1e6, 4),
-            }
-        )
+        read, written, ns = (sum(x[metric] for x in launches) for metric in METRICS)
+        row = dict(zip(("implementation", "length", "heads"), CASES[name], strict=True))
+        row |= {"kind": "io", "head_dim": HEAD_DIM, "kernels": len(launches)}
+        row |= {"read_bytes": read, "written_bytes": written}
+        row |= {"model_read_bytes": model.read_bytes, "model_written_bytes": model.written_bytes}
+        row |= {"ratio": round((read + written) / model.bytes, 4), "ms": round(ns / 1e6, 4)}
+        rows.append(row)
     return rows
 
 
@@ -97,8 +86,7 @@ def main() -> None:
     def measured(found: dict[str, list[dict]]) -> list[dict]:
         return rows_of(found, this_gpu())
 
-    metrics = [READ, WRITTEN, TIME]
-    rows = counters.report(__doc__, list(CASES), metrics, prepare, measured, "io.jsonl")
+    rows = counters.report(__doc__, list(CASES), METRICS, prepare, measured, "io.jsonl")
     judged = [r for r in rows if not r["implementation"].endswith("backward")]
     outside = [r for r in judged if abs(r["ratio"] - 1) > LIMIT]
     if outside:

@@ -20,11 +20,12 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pantile
 import torch
 from pantile import io_model
-from pantile.bench import figures, measure
+from pantile.bench import harness
 
 LENGTHS = {"cuda": (16384, 32768, 65536, 262144, 1048576), "cpu": (8192, 16384, 32768)}
 TEXTBOOK = {"cuda": (4096, 8192, 16384, 32768), "cpu": (1024, 2048, 4096)}
@@ -117,47 +118,46 @@ def is_linear(values: list[float]) -> bool:
     return len(values) > 1 and max(values) <= (1 + LIMIT) * min(values)
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(x) for x in text.split(",") if x)
+def shown(line: dict) -> str:
+    if line["kind"] == "run":
+        return f"{line['device']}, bf16, causal, one head, forward and backward; MiB"
+    if line["kind"] == "verdict":
+        return f"bytes per token: {', '.join(f'{x:.0f}' for x in line['bytes_per_token'])}"
+    text = line.get("reason") or (
+        f"peak {line['peak_bytes'] / 2**20:10.1f}  model {line['model_bytes'] / 2**20:10.1f}"
+        f"  one N x N matrix {line['matrix_bytes'] / 2**20:10.1f}"
+    )
+    return f"{line['implementation']:<9} N {line['length']:>8}  {text}"
+
+
+def lines_of(device: str, ours: list[int], textbooks: list[int]) -> Iterator[dict]:
+    yield harness.header(device)
+    rows = []
+    for implementation, lengths in (("pantile", ours), ("textbook", textbooks)):
+        for length in lengths:
+            rows.append(in_own_process(implementation, length, device))
+            yield rows[-1]
+    values = bytes_per_token(rows, device)
+    yield {"kind": "verdict", "bytes_per_token": values, "linear": is_linear(values)}
 
 
 def main() -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     there = "cuda" if torch.cuda.is_available() else "cpu"
+    p = harness.parser(__doc__, "memory.jsonl")
     p.add_argument("--device", choices=["cuda", "cpu"], default=there, help="default: %(default)s")
-    p.add_argument("--lengths", type=numbers, help="ours, comma-separated")
-    p.add_argument("--textbook-lengths", type=numbers, help="the textbook's, comma-separated")
-    out = pathlib.Path("benchmarks/results/memory.jsonl")
-    p.add_argument("--out", type=pathlib.Path, default=out, help="default: %(default)s")
+    p.add_argument("--lengths", type=harness.numbers, help="ours, comma-separated")
+    text = "the textbook's, comma-separated"
+    p.add_argument("--textbook-lengths", type=harness.numbers, help=text)
     p.add_argument("--one", nargs=2, metavar=("IMPLEMENTATION", "LENGTH"), help=argparse.SUPPRESS)
     chosen = p.parse_args()
     device = chosen.device
-    if device == "cuda" and there == "cpu":
-        sys.exit("--device cuda: torch sees no CUDA device")
+    if device == "cuda":
+        harness.require_gpu()
     if chosen.one:
         print(json.dumps(run_one(chosen.one[0], int(chosen.one[1]), device)))
         return
-    started = time.perf_counter()
-    print(f"{device}, bf16, causal, one head of dim {HEAD_DIM[device]}, forward and backward; MiB")
-    cases = [("pantile", n) for n in chosen.lengths or LENGTHS[device]]
-    cases += [("textbook", n) for n in chosen.textbook_lengths or TEXTBOOK[device]]
-    rows = []
-    for implementation, length in cases:
-        row = in_own_process(implementation, length, device)
-        rows.append(row)
-        text = row.get("reason") or (
-            f"peak {row['peak_bytes'] / 2**20:10.1f}  model {row['model_bytes'] / 2**20:10.1f}"
-            f"  one N x N matrix {row['matrix_bytes'] / 2**20:10.1f}"
-        )
-        print(f"{implementation:<9} N {length:>8}  {text}", flush=True)
-    values = bytes_per_token(rows, device)
-    verdict = {"kind": "verdict", "bytes_per_token": values, "linear": is_linear(values)}
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    header = {"kind": "run", "commit": measure.commit(), "device": name, "torch": torch.__version__}
-    header["seconds"] = round(time.perf_counter() - started, 1)
-    figures.write(chosen.out, [header, *rows, verdict])
-    print(f"bytes per token: {', '.join(f'{x:.0f}' for x in values)}; wrote {chosen.out}")
+    ours, textbooks = chosen.lengths or LENGTHS[device], chosen.textbook_lengths or TEXTBOOK[device]
+    *_, verdict = harness.emit(chosen.out, lines_of(device, ours, textbooks), shown)
     if not verdict["linear"]:
         sys.exit(f"our memory is not linear within {LIMIT:.0%}, or too few lengths ran")
 

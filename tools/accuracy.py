@@ -42,7 +42,7 @@ import torch
 from accuracy_cases import DTYPES, GRADIENT_LAWS, LAWS, Case, Tensors, draw, errors, exact
 from accuracy_fp8 import FP8_METHODS, fp8_pantile
 from pantile import reference
-from pantile.bench import figures, measure, peers
+from pantile.bench import harness, peers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -281,40 +281,31 @@ def worse(found: Section, stored: Section) -> list[str]:
 # ---- the command
 
 
-def print_row(row: dict) -> None:
+def shown(row: dict) -> str:
+    if row["kind"] == "run":
+        return "RMSE/largest error of each result against float64"
     label = f"{row['dtype']} d{row['head_dim']} {row['mask']} {row['length']} {row['law']}"
     texts = (f"{n} {e['rmse']:.2e}/{e['max']:.1e}" for n, e in row["errors"].items())
     text = f"absent: {row['absent'][:60]}" if row["absent"] else "  ".join(texts)
-    print(f"{label:<32}{row['implementation']:<46}{text}", flush=True)
+    return f"{label:<32}{row['implementation']:<46}{text}"
 
 
 def rows_of(chosen: argparse.Namespace) -> Iterator[dict]:
-    """The lines of the results file, each printed as it comes."""
+    """The lines of the results file."""
     device = chosen.device
-    yield {
-        "kind": "run",
-        "commit": measure.commit(),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-    }
-    measured: list[Iterator[dict]] = []
-    if chosen.only in ("all", "fp8"):
-        measured += [measure_fp8(case, device) for case in fp8_cases(device)]
+    yield harness.header(device)
+    for case in fp8_cases(device) if chosen.only in ("all", "fp8") else ():
+        yield from measure_fp8(case, device)
     every = {"all": cases_of, "rows": cases_of, "gradients": gradient_cases, "fp8": lambda _: []}
     methods = implementations(device, rounded=chosen.only == "gradients")
     for case in every[chosen.only](device):
         if re.search(chosen.match, case.key):
-            measured.append(measure_case(case, device, not chosen.forward_only, methods))
-    for row in itertools.chain.from_iterable(measured):
-        print_row(row)
-        yield row
+            yield from measure_case(case, device, not chosen.forward_only, methods)
 
 
 def main() -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    p = harness.parser(__doc__)
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    p.add_argument("--out", type=pathlib.Path, help="write one JSON object a line here")
     p.add_argument("--golden", action="store_true", help="rewrite the golden file and stop")
     p.add_argument("--section", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--forward-only", action="store_true")
@@ -325,17 +316,12 @@ def main() -> None:
     if chosen.section:
         print(json.dumps({"isa": pantile.devices()[0]["isa"], "rows": section("cpu")}))
         return
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("--device cuda: torch sees no CUDA device")
+    if chosen.device == "cuda":
+        harness.require_gpu()
     if chosen.golden:
         write_golden(chosen.device)
-        return
-    print("RMSE/largest error of each result against float64")
-    if chosen.out is None:
-        list(rows_of(chosen))
     else:
-        figures.write(chosen.out, rows_of(chosen))
-        print(f"wrote {chosen.out}")
+        harness.emit(chosen.out, rows_of(chosen), shown)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,26 @@ VARIANTS = {
     "documents": "documents",
     "element_mask": "bool masks",
     "prefix": "prefixes",
+    "score": "score expressions",
+    "mask_expression": "mask expressions",
+}
+# Gradients beside dQ, dK and dV.
+GRADIENTS = {
+    "grad_bias": "bias",
+    "grad_alibi": "ALiBi slopes",
+    "grad_sinks": "sinks",
+    "grad_captured": "tensors of a score expression",
 }
 # Keys that do not lie one sequence after the other (docs/usage.md); of a forward.
 KEY_PLACES = {"key_ranges": "ranges", "mask_shift": "shifts of the mask", "paged": "pages"}
+# Of decode (docs/inference.md); a kernel may serve less.
+CACHES = {
+    "paged": "pages",
+    "v_in_k": "latent (MLA)",
+    "cache_e4m3": "e4m3",
+    "cache_int8": "int8",
+    "tree_mask": "tree masks",
+}
 DETERMINISTIC = {"hopper": "optional", "ampere": "optional; f32 always", "cpu": "always"}
 Row = tuple[str, str, str, str, str]  # backend, pass, dtype, head dims, mask
 
@@ -66,10 +83,10 @@ def read_rows() -> list[Row]:
     scaling = (ROOT / "cpp/core/scaling.h").read_text()
     largest_fp8 = re.search(r"kMaxFp8Dim = (\d+)", scaling)
     for backend, way, dtype in re.findall(
-        r'(cpu|reference)_(forward|backward|quantize|decode)\w*\("\w+", DType::(\w+)\)', table
+        r'"(cpu|reference)_([a-z]+)_\w+",[^()]*DType::(\w+)', table
     ):
         most = largest_fp8 if way == "quantize" or dtype == "e4m3" else largest
-        most = largest_cached if way == "decode" else most
+        most = largest_cached if way in ("decode", "append") else most
         rows.append((backend, way, dtype, f"1 to {most[1]}", "any"))
     return rows
 
@@ -80,18 +97,22 @@ def feature_text(names: str, sets: dict[str, str], seen: frozenset = frozenset()
     return names + "".join(feature_text(sets[x], sets, seen | {x}) for x in named)
 
 
-def features_of(backend: str, names: dict[str, str]) -> str:
+def features_of(
+    backend: str, names: dict[str, str], ways: tuple[str, ...] = ("forward", "backward")
+) -> str:
     """Of the backend's rows that have most: a kernel may serve less."""
     header = ROOT / "cpp/host/features.h"
     sets = dict(re.findall(r"FeatureSet (\w+)[({ =]([^;]*);", header.read_text()))
     if backend == "cpu":
         table = (ROOT / "cpp/host/kernel_table.cc").read_text()
-        used = [table.partition("cpu_info(")[2].partition("\n}\n")[0]]
+        maker = "kv_info(" if ways == ("decode",) else "cpu_info("
+        used = [table.partition(maker)[2].partition("\n}\n")[0]]
     else:
         kernels = (ROOT / "cuda/kernels.def").read_text()
-        used = re.findall(rf"PANTILE_KERNEL\({backend}, .*, (\w+)\)", kernels)
+        way = "|".join(ways)
+        used = re.findall(rf"PANTILE_KERNEL\({backend}, (?:{way}), .*, (\w+)\)", kernels)
     text = " ".join(feature_text(x, sets) for x in sorted(set(used)))
-    return ", ".join(n for x, n in names.items() if f"Feature::{x})" in text) or "no"
+    return ", ".join(n for x, n in names.items() if re.search(rf"Feature::{x}\b", text)) or "no"
 
 
 def listed(values: set[str], order: tuple[str, ...] | None = None) -> str:
@@ -108,6 +129,12 @@ def gpu_tested() -> dict[str, str]:
     record = json.loads(path.read_text())
     backends = {name.split("_")[0] for name, counts in record["kernels"].items() if counts[0] > 0}
     return {backend: record["facts"]["gpu"].removeprefix("NVIDIA ") for backend in backends}
+
+
+def context_parallelism(backend: str) -> str:
+    """Between GPUs it counts as tested when a results file says so."""
+    measured = any((ROOT / "benchmarks/results").glob("*distributed*.jsonl"))
+    return "yes" if backend == "cpu" or measured else "yes; not yet run on GPUs"
 
 
 def make_table() -> str:
@@ -135,12 +162,16 @@ def make_table() -> str:
         "FP8 (e4m3) kernels for head dims, forward": lambda b: dims(b, "forward", True),
         "[decode over a KV cache](docs/inference.md)": lambda b: dtypes(b, "decode"),
         "decode, kernels for head dims": lambda b: dims(b, "decode", False),
+        "append to a KV cache, with rotary": lambda b: dtypes(b, "append"),
+        "caches of decode": lambda b: features_of(b, CACHES, ("decode",)),
         "masks": masks,
         **{name: lambda b: "yes" for name in EVERY_BACKEND},
         "[variants](docs/variants.md)": lambda b: features_of(b, VARIANTS),
         "[keys](docs/usage.md#4-parts-of-the-keys) in 16 bits, CPU also f32": lambda b: features_of(
             b, KEY_PLACES
         ),
+        "gradients of variants' tensors": lambda b: features_of(b, GRADIENTS, ("backward",)),
+        "[context parallelism](docs/distributed.md)": context_parallelism,
         "deterministic gradients": lambda b: DETERMINISTIC[b],
     }
     rows = [[name, *map(value, BACKENDS)] for name, value in features.items()]

@@ -14,6 +14,7 @@ PANTILE_KERNEL(hopper, forward, e4m3, 96, 96, full)
 PANTILE_KERNEL(hopper, backward, f16, 128, 128, full)
 PANTILE_KERNEL(ampere, forward, f32, 32, 32, any)
 PANTILE_KERNEL(hopper, decode, bf16, 80, 80, any)
+PANTILE_KERNEL(ampere, append, f16, 576, 512, any)
 """
 
 
@@ -23,7 +24,8 @@ def project(tmp_path, monkeypatch):
         "cuda/kernels.def": KERNELS,
         "cpp/host/kernel_table.cc": 'cpu_forward("cpu_forward_f32", DType::f32)\n'
         'cpu_forward_fp8("cpu_forward_e4m3", DType::e4m3)\n'
-        'cpu_decode("cpu_decode_f16", DType::f16)\n',
+        'cpu_decode("cpu_decode_f16", DType::f16)\n'
+        'cpu_append("cpu_append_f32", Backend::cpu, DType::f32)\n',
         "cpp/include/pantile/kv.h": "inline constexpr int kMaxKvHeadDim = 700;",
         "cpp/host/features.h": """
 inline constexpr FeatureSet plain{Feature::packed};
@@ -64,6 +66,7 @@ def test_features_come_from_the_kernel_table(project):
     assert found["FP8 (e4m3) kernels for head dims, forward"] == ["96", "no", "1 to 200"]
     assert found["[decode over a KV cache](docs/inference.md)"] == ["bf16", "no", "f16"]
     assert found["decode, kernels for head dims"] == ["80", "no", "1 to 700"]
+    assert found["append to a KV cache, with rotary"] == ["no", "f16", "f32"]
     assert found["masks"] == ["full, causal", "full, causal, window", "full, causal, window"]
 
 
@@ -78,6 +81,29 @@ def test_variants_come_from_the_feature_sets(project):
         "no",
         "softcap, ALiBi, documents",
     ]
+
+
+def test_caches_come_from_the_sets_of_decode(project):
+    with (project / "cpp/host/features.h").open("a") as header:
+        header.write("inline constexpr FeatureSet cached{Feature::paged, Feature::v_in_k};\n")
+        header.write("inline constexpr FeatureSet hooks{Feature::cache_int8};\n")
+    (project / "cuda/kernels.def").write_text(
+        "PANTILE_KERNEL(hopper, decode, bf16, 64, 64, any, cached)\n"
+        "PANTILE_KERNEL(hopper, append, bf16, 64, 64, any, hooks)\n"
+    )
+    table = project / "cpp/host/kernel_table.cc"
+    table.write_text("cpu_info() {\n  return hooks;\n}\nkv_info() {\n  return cached;\n}\n")
+    caches = "pages, latent (MLA)"
+    assert rows()["caches of decode"] == [caches, "no", caches]
+
+
+def test_context_parallelism_between_gpus_is_tested_where_it_was_measured(project):
+    name = "[context parallelism](docs/distributed.md)"
+    assert rows()[name] == ["yes; not yet run on GPUs", "yes; not yet run on GPUs", "yes"]
+    path = project / "benchmarks/results/h200_distributed.jsonl"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert rows()[name] == ["yes", "yes", "yes"]
 
 
 def test_a_backend_is_tested_where_a_test_passed(project):

@@ -191,8 +191,9 @@ def command() -> str:
         if option in words:
             at = words.index(option)
             del words[at : at + 2]
-    name = pathlib.PurePath(program).name
-    script = ["-m", "pantile"] if name == "__main__.py" else [f"benchmarks/{name}"]
+    path = pathlib.PurePath(program)
+    folder = "tools" if path.parent.name == "tools" else "benchmarks"
+    script = ["-m", "pantile"] if path.name == "__main__.py" else [f"{folder}/{path.name}"]
     return shlex.join(["python", *script, *words])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import pantile
-from pantile.bench import check, figures, measure, peers
+from pantile.bench import check, figures, harness, measure, peers
 from pantile.bench.cases import Case
 from pantile.bench.figures import OURS
 from pantile.bench.measure import Contender
@@ -187,27 +187,12 @@ def measure_case(case: Case, what: str, setup: Setup) -> dict:
 
 
 def header(setup: Setup) -> dict:
-    line = {
-        "kind": "run",
-        "commit": measure.commit(),
-        "commands": [measure.command()],
-        "torch": torch.__version__,
-        "backend": setup.backend,
-    }
     if setup.device == "cuda":
-        return line | {
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "peers": peers.versions(),
-            "state_before": measure.gpu_state(),
-        }
+        return harness.header(backend=setup.backend, peers=peers.versions())
     cpu = next(device for device in pantile.devices() if device["type"] == "cpu")
-    return line | {
-        "cpu": cpu["name"],
-        "isa": cpu["isa"],
-        "torch_isa": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-    }
+    line = {"backend": setup.backend, "cpu": cpu["name"], "isa": cpu["isa"]}
+    line |= {"torch_isa": torch.backends.cpu.get_cpu_capability()}
+    return harness.header("cpu", **line, threads=torch.get_num_threads())
 
 
 def joined(earlier: list[dict], lines: list[dict]) -> list[dict]:
