@@ -9,6 +9,8 @@ PANTILE_CUDA ?= AUTO
 # Kernels that a wheel has not: trial kernels; 16-bit ampere kernels for a Hopper GPU.
 export PANTILE_EXPERIMENTS ?= OFF
 export PANTILE_AMPERE_ON_HOPPER ?= OFF
+# Kernels of variants that `make wheel` compiles into the wheel: tools/seeds.toml, or none.
+SEEDS ?=
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 PY := $(VENV)/bin/python
@@ -44,6 +46,8 @@ wheel: $(VENV)/ready  ## a wheel that an index takes, in dist/: manylinux_2_28, 
 	PANTILE_MANYLINUX=ON PANTILE_CUDA=$(PANTILE_CUDA) $(PY) -m pip wheel -v --no-build-isolation \
 	  --no-deps --disable-pip-version-check -w build/wheel .
 	$(PY) -m auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --wheel-dir dist build/wheel/*.whl
+	$(if $(SEEDS),$(PY) -m pip install --quiet 'nvidia-cuda-nvrtc==13.0.*')
+	$(if $(SEEDS),$(PY) tools/wheel_seeds.py --list $(SEEDS) dist/*.whl)
 
 .PHONY: test
 test: lint build test-cpp test-python report  ## everything that needs no more than this machine

@@ -91,7 +91,10 @@ def arguments_of(case: str, batch: int, heads: int, length: int):
     return {"mask": mask}, lambda b, h, i, j: mask[i, j], 1 / DOCUMENTS
 
 
-def line_of(case: str, head_dim: int, batch: int, length: int, what: str, flex: bool) -> dict:
+def line_of(
+    case: str, head_dim: int, batch: int, length: int, what: str, flex: bool, warm: bool
+) -> dict:
+    """One line of the results; ``warm``: no times, only the first calls."""
     heads = HIDDEN // head_dim
     torch.manual_seed(0)
     *inputs, grad_o = (
@@ -142,6 +145,8 @@ def line_of(case: str, head_dim: int, batch: int, length: int, what: str, flex: 
             )
         except Exception as error:  # torch's compiler raises types of its own
             absent["FlexAttention"] = str(error).splitlines()[0]
+    if warm:
+        return {**line, "kind": "warm", "absent": absent}
     measure.interleave(running, rounds=5, round_ms=8.0)
     line["ms"] = {c.name: round(c.median(), 5) for c in running}
     line["absent"] = absent
@@ -160,6 +165,7 @@ def main() -> None:
     parser.add_argument("--passes", default="forward,backward")
     parser.add_argument("--head-dims", default="64,128")
     parser.add_argument("--no-flex", action="store_true")
+    parser.add_argument("--warm", action="store_true", help="compile, but time nothing")
     given = parser.parse_args()
     lines = [
         {
@@ -174,10 +180,12 @@ def main() -> None:
         for case in given.cases.split(","):
             for head_dim in map(int, given.head_dims.split(",")):
                 for batch, length in SHAPES:
-                    line = line_of(case, head_dim, batch, length, what, not given.no_flex)
+                    line = line_of(
+                        case, head_dim, batch, length, what, not given.no_flex, given.warm
+                    )
                     print(json.dumps(line), flush=True)
                     lines.append(line)
-                    if given.out:
+                    if given.out and not given.warm:
                         given.out.write_text("".join(json.dumps(x) + "\n" for x in lines))
 
 

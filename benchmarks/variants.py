@@ -5,6 +5,11 @@ An expression (`softcap expression`, `ALiBi expression`, `relative expression`) 
 written by hand that computes the same: `over_hook` is its time in units of that.
 
     python benchmarks/variants.py --out benchmarks/results/h200_variants.jsonl
+    python benchmarks/variant_bars.py benchmarks/results/h200_variants.jsonl
+
+FlexAttention compiles a kernel for each line, and we one for each variant. `--warm --part 1/8`
+makes the kernels of every eighth line and times nothing: eight such processes side by side fill the
+caches of both on disk, and a run that follows times all lines in a fraction of the time.
 
 Every contender of a line runs in one process, interleaved. FlexAttention's compilation, and ours of
 a kernel's first use, are over before the clock starts; `first_use_s` tells how long ours took. Each
@@ -31,14 +36,19 @@ HIDDEN = 2048
 SOFTCAP, DROPOUT = 50.0, 0.1
 RELATIVE = 512  # distances of the table of a relative expression
 EXPRESSION = " expression"
+LEARNED = "learned "  # with the gradient of the variant's tensor
 DEFAULT_VARIANTS = (
-    "softcap,ALiBi,dropout,bias,sinks,softcap expression,ALiBi expression,relative expression"
+    "softcap,ALiBi,dropout,bias,learned bias,sinks,softcap expression,ALiBi expression,"
+    "relative expression"
 )
 PEERS = ("FlexAttention", "cuDNN (torch)", "FA2 (torch)")
 
 
 def tensors_of(variant: str, heads: int, length: int) -> dict[str, torch.Tensor]:
     """What the variant needs beside Q, K and V."""
+    if variant.startswith(LEARNED):
+        found = tensors_of(variant.removeprefix(LEARNED), heads, length)
+        return {name: x.requires_grad_() for name, x in found.items()}
     if variant == "relative expression":
         return {"table": torch.randn(heads, RELATIVE, device="cuda")}
     if variant in ("ALiBi", "ALiBi expression"):
@@ -62,6 +72,7 @@ def score_of(variant: str, tensors: dict) -> pantile.Score:
 def keywords_of(variant: str, tensors: dict) -> dict:
     if variant.endswith(EXPRESSION):
         return {"score": score_of(variant, tensors)}
+    variant = variant.removeprefix(LEARNED)
     fixed = {"softcap": {"softcap": SOFTCAP}, "dropout": {"dropout": pantile.Dropout(DROPOUT)}}
     return {**tensors, **fixed.get(variant, {})}
 
@@ -72,6 +83,7 @@ def compiled_flex():
 
 
 def flex_score(variant: str, tensors: dict):
+    variant = variant.removeprefix(LEARNED)
     if variant == "relative expression":
         table = tensors["table"]
         return lambda s, b, h, i, j: s + table[h, (i - j).abs().clamp(max=RELATIVE - 1)]
@@ -110,7 +122,7 @@ def peer_call(name: str, variant: str, causal: bool, leaves, tensors: dict):
     options: dict = {"is_causal": causal}
     if variant == "dropout":
         options["dropout_p"] = DROPOUT
-    elif variant == "bias" and not causal and backend == SDPBackend.CUDNN_ATTENTION:
+    elif variant.endswith("bias") and not causal and backend == SDPBackend.CUDNN_ATTENTION:
         options["attn_mask"] = tensors["bias"]
     elif variant != "plain":
         return "not offered by scaled_dot_product_attention"
@@ -122,7 +134,8 @@ def peer_call(name: str, variant: str, causal: bool, leaves, tensors: dict):
     return call
 
 
-def contender(name: str, what: str, forward, leaves, grad_o) -> Contender:
+def contender(name: str, what: str, forward, leaves, grad_o, more=()) -> Contender:
+    """``more``: tensors of the variant whose gradients the backward takes as well."""
     if what == "forward":
 
         def call():
@@ -132,12 +145,13 @@ def contender(name: str, what: str, forward, leaves, grad_o) -> Contender:
         o = forward()
 
         def call():
-            return torch.autograd.grad(o, leaves, grad_o, retain_graph=True)
+            return torch.autograd.grad(o, (*leaves, *more), grad_o, retain_graph=True)
 
     call()
     return Contender(name, repeat(call))
 
 
+@torch.no_grad()
 def error_of(o: torch.Tensor, inputs, causal: bool, variant: str, tensors: dict) -> float | None:
     """Of the last 256 queries of the first head; not of dropout, whose mask is random."""
     if variant == "dropout":
@@ -154,7 +168,7 @@ def error_of(o: torch.Tensor, inputs, causal: bool, variant: str, tensors: dict)
         s = SOFTCAP * torch.tanh(s / SOFTCAP)
     elif variant == "ALiBi":
         s = s - tensors["alibi"][0] * distance.abs()
-    elif variant == "bias":
+    elif variant.endswith("bias"):
         s = s + tensors["bias"][0, 0, rows].float()
     if causal:
         s = s.masked_fill(distance < 0, -math.inf)
@@ -165,7 +179,10 @@ def error_of(o: torch.Tensor, inputs, causal: bool, variant: str, tensors: dict)
     return float((o[0, rows, 0].float() - exact).norm() / exact.norm())
 
 
-def line_of(variant: str, head_dim: int, batch: int, length: int, causal: bool, what: str) -> dict:
+def line_of(
+    variant: str, head_dim: int, batch: int, length: int, causal: bool, what: str, warm: bool
+) -> dict:
+    """One line of the results; ``warm``: no times, only the first calls."""
     heads = HIDDEN // head_dim
     torch.manual_seed(0)
     inputs = [
@@ -176,6 +193,7 @@ def line_of(variant: str, head_dim: int, batch: int, length: int, causal: bool, 
     leaves = tuple(x.requires_grad_(what == "backward") for x in inputs)
     swapped = tuple(x.detach().transpose(1, 2).requires_grad_(what == "backward") for x in inputs)
     tensors = tensors_of(variant, heads, length)
+    more = tuple(x for x in tensors.values() if x.requires_grad)
     absent: dict[str, str] = {}
     running = [
         contender("plain", what, lambda: pantile.attention(*leaves, causal=causal), leaves, grad_o)
@@ -201,7 +219,7 @@ def line_of(variant: str, head_dim: int, batch: int, length: int, causal: bool, 
         torch.cuda.synchronize()
         line["first_use_s"] = round(time.perf_counter() - started, 3)
         line["error"] = error_of(o, inputs, causal, variant, tensors)
-        running.append(contender("pantile", what, ours, leaves, grad_o))
+        running.append(contender("pantile", what, ours, leaves, grad_o, more))
     except (ValueError, NotImplementedError, RuntimeError) as error:
         absent["pantile"] = str(error).splitlines()[0]
     hook = variant.removesuffix(EXPRESSION)
@@ -222,9 +240,11 @@ def line_of(variant: str, head_dim: int, batch: int, length: int, causal: bool, 
             absent[name] = found
             continue
         try:
-            running.append(contender(name, what, found, swapped, grad_o.transpose(1, 2)))
+            running.append(contender(name, what, found, swapped, grad_o.transpose(1, 2), more))
         except Exception as error:  # torch's compiler raises types of its own
             absent[name] = str(error).splitlines()[0]
+    if warm:
+        return {**line, "kind": "warm", "absent": absent}
     measure.interleave(running, rounds=5, round_ms=8.0)
     line["ms"] = {c.name: round(c.median(), 5) for c in running}
     line["absent"] = absent
@@ -237,12 +257,34 @@ def line_of(variant: str, head_dim: int, batch: int, length: int, causal: bool, 
     return line
 
 
+def cells_of(given: argparse.Namespace) -> list[tuple]:
+    """(variant, head dim, batch, length, causal, pass) of the lines that are asked for."""
+    lengths = [int(x) for x in given.lengths.split(",")]
+    cells = [
+        (variant, head_dim, batch, length, mask == "causal", what)
+        for what in given.passes.split(",")
+        for variant in given.variants.split(",")
+        for head_dim in map(int, given.head_dims.split(","))
+        for batch, length in SHAPES
+        for mask in given.masks.split(",")
+        if length in lengths
+    ]
+    part, parts = map(int, given.part.split("/"))
+    if not 1 <= part <= parts:
+        raise SystemExit(f"--part is {given.part}; it must be from 1/{parts} to {parts}/{parts}")
+    return cells[part - 1 :: parts]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--variants", default=DEFAULT_VARIANTS)
     parser.add_argument("--passes", default="forward,backward")
     parser.add_argument("--head-dims", default="64,128")
+    parser.add_argument("--lengths", default="4096,16384")
+    parser.add_argument("--masks", default="causal,full")
+    parser.add_argument("--part", default="1/1", help="which lines, such as 3/8")
+    parser.add_argument("--warm", action="store_true", help="compile, but time nothing")
     given = parser.parse_args()
     lines = [
         {
@@ -254,16 +296,11 @@ def main() -> None:
             "state_before": measure.gpu_state(),
         }
     ]
-    for what in given.passes.split(","):
-        for variant in given.variants.split(","):
-            for head_dim in map(int, given.head_dims.split(",")):
-                for batch, length in SHAPES:
-                    for causal in (True, False):
-                        line = line_of(variant, head_dim, batch, length, causal, what)
-                        print(json.dumps(line), flush=True)
-                        lines.append(line)
-    if given.out:
-        given.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for cell in cells_of(given):
+        lines.append(line_of(*cell, given.warm))
+        print(json.dumps(lines[-1]), flush=True)
+        if given.out and not given.warm:  # as far as it came, should it be stopped
+            given.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

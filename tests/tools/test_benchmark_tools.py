@@ -11,6 +11,7 @@ import io_check
 import plot
 import pytest
 import utilisation
+import variant_bars
 from pantile import io_model
 from pantile.bench import peers, sweep
 
@@ -287,3 +288,66 @@ def test_io_cases_dwarf_the_l2():
         shape = io_model.Shape(length, length, io_check.HEAD_DIM, heads)
         moved = shape.scores_bytes if kind == "textbook" else 2 * shape.rows_bytes
         assert moved > 4 * gpu.l2_mib * 2**20
+
+
+# ---- variant_bars
+
+
+def timing(variant: str, what: str = "forward", causal: bool = True, **ms: float) -> dict:
+    names = {"flex": "FlexAttention", "cudnn": "cuDNN (torch)", "fa2": "FA2 (torch)"}
+    return {
+        "kind": "timing",
+        "variant": variant,
+        "pass": what,
+        "head_dim": 128,
+        "causal": causal,
+        "ms": {names.get(name, name): x for name, x in ms.items()},
+    }
+
+
+def listed(mask: str, share: float, over_full: float, **more: float) -> dict:
+    ms = {"full": 1.0, "pantile": over_full, "FlexAttention": 2 * over_full}
+    figures = {"share": share, "over_full": over_full, "ms": ms, **more}
+    return {"kind": "timing", "mask": mask, "pass": "backward", "head_dim": 128, **figures}
+
+
+def test_bars_of_variants():
+    lines = [
+        {"kind": "run"},
+        timing("softcap", pantile=1.0, plain=0.8, flex=4.0),
+        timing("softcap", pantile=2.0, plain=1.0, flex=2.0, causal=False),
+        timing("dropout", pantile=1.0, plain=0.5, cudnn=3.0, fa2=2.0),
+        {**timing("softcap expression", pantile=1.05, plain=0.8), "over_hook": 1.05},
+        listed("documents", 0.125, 0.15),
+        listed("band", 0.25, 0.27, over_window=1.05),
+        {**timing("ALiBi", flex=9.0), "kind": "warm"},
+    ]
+    bars = {bar.name: bar for bar in variant_bars.bars_of(lines)}
+    flex = bars["forward, ahead of FlexAttention"]
+    assert (flex.measured, flex.cells, flex.met) == (2.0, 2, True)
+    assert bars["forward, ahead of cuDNN and FA2, dropout"].measured == 2.0
+    least = bars["forward, least of all cells"]
+    assert (least.measured, least.met) == (1.0, True)
+    softcap = bars["forward, softcap over plain"]
+    assert (softcap.measured, softcap.met, softcap.cells) == (1.25, True, 1)
+    dropout = bars["forward, dropout over plain"]
+    assert (dropout.measured, dropout.met) == (2.0, False)
+    assert bars["forward, expression over hook"].met is True
+    documents = bars["backward, documents over their share"]
+    assert (documents.measured, documents.met) == (1.2, False)
+    assert bars["backward, lists: of full less the share"].measured == pytest.approx(0.025)
+    assert bars["backward, band over window"].met is False
+    assert bars["backward, ahead of FlexAttention"].measured == 2.0
+    nothing = bars["backward, dropout over plain"]
+    assert nothing.met is None
+    assert "not measured" in variant_bars.text_of(nothing)
+
+
+def test_bars_are_written(tmp_path, monkeypatch, capsys):
+    lines, out = tmp_path / "lines.jsonl", tmp_path / "bars.json"
+    lines.write_text(json.dumps(timing("ALiBi", pantile=1.0, plain=1.0, flex=2.0)) + "\n")
+    monkeypatch.setattr(sys, "argv", ["variant_bars.py", str(lines), "--out", str(out)])
+    variant_bars.main()
+    rows = {row["name"]: row for row in json.loads(out.read_text())}
+    assert rows["forward, ALiBi over plain"]["met"] is True
+    assert "ALiBi over plain" in capsys.readouterr().out
