@@ -33,6 +33,7 @@ from pantile._mask_forms import BlockMask, Documents, Prefix
 from pantile._merge import merge_attention
 from pantile._options import Options, configure_logging
 from pantile._quantized import Quantized
+from pantile._shadow import ShadowError, ShadowReport, shadow
 from pantile._variants import Dropout, dropout_mask
 from pantile._varlen import varlen_attention
 
@@ -53,6 +54,8 @@ __all__ = [
     "Prefix",
     "Quantized",
     "Score",
+    "ShadowError",
+    "ShadowReport",
     "UnsupportedError",
     "Verdict",
     "__version__",
@@ -77,6 +80,7 @@ __all__ = [
     "merge_attention",
     "mla_decode",
     "quantize",
+    "shadow",
     "varlen_attention",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pantile import _C, _runtime
+from pantile import _C, _runtime, _watch
 from pantile._explain import FOLD_SCALE, PAD_HEAD_DIMS
 from pantile._options import log
 from pantile._schema import (
@@ -177,8 +177,11 @@ def run_forward(
                 )
             copy_operands(copies, operands, ("q", "k", "v"))
             copies = _C.forward(*operands, o, lse, o_low, max_logit, call, variant)
+        q, k, v = operands
     if split_low:
         o_low = split_output(o, q.dtype)[1]
+    if _watch.watchers:  # of padded operands, if they were
+        _watch.forward(q, k, v, call, variant, o, lse)
     return o, lse, o_low, max_logit
 
 
@@ -307,4 +310,7 @@ def run_backward(
             copies = _C.backward(
                 grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic, *variant
             )
+    if _watch.watchers:
+        values = variant[0] if variant else None
+        _watch.backward(grad_o, grad_lse, q, k, v, o, o_low, lse, call, values, grads)
     return grads

@@ -10,7 +10,7 @@ import math
 import torch
 from torch.utils import flop_counter
 
-from pantile import _C, _direct, _fake, _ops
+from pantile import _C, _direct, _fake, _ops, _watch
 from pantile._fast_path import present, records_any, takes_short_cut
 from pantile._fp8_codes import Sequences, in_sequences, means_of_rows, nonfinite_values
 from pantile._fp8_gradient import Codes, Form, Fp8Attention, apply_directly, numbers_of
@@ -132,6 +132,8 @@ def run_fp8_forward(a):
     if a.checked and call.packed:
         _direct.check_contents(call, a.rows, a.keys)
     format_ = a.block_q, a.block_k, a.smooth_k, a.fp8_exp
+    if _watch.watchers:
+        _watch.skip("FP8 attention")
     _C.forward_fp8(_operands_of(a), o, lse, a.head_dim, a.keys, call, *format_)
     return o, lse
 

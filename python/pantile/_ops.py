@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import flop_counter
 
-from pantile import _C, _fake, _torch_private
+from pantile import _C, _fake, _torch_private, _watch
 from pantile._direct import (
     batch_of,
     keeps_low,
@@ -534,7 +534,24 @@ def attention(q, k, v, call, deterministic, checked, return_lse, extras):
     return _chosen(o, lse, max_logit, return_lse)
 
 
-def plain_attention(q, k, v, call: _C.Call):
+def _plain_attention(q, k, v, call: _C.Call):
     """o, for a call that says no more than ``causal``; not traced."""
     o = _C.attend(q, k, v, call)
     return attention(q, k, v, call, False, False, False, None) if o is None else o
+
+
+def _watched_plain_attention(q, k, v, call: _C.Call):
+    """The same, while somebody watches: calls that do not come to run_forward are shown here."""
+    o = _C.attend(q, k, v, call)
+    if o is None:
+        return attention(q, k, v, call, False, False, False, None)
+    _watch.forward(q, k, v, call, None, o, None)
+    return o
+
+
+def watch_plain_calls(watched: bool) -> None:
+    global plain_attention
+    plain_attention = _watched_plain_attention if watched else _plain_attention
+
+
+watch_plain_calls(bool(_watch.watchers))

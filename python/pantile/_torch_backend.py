@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pantile import _C
+from pantile import _C, _watch
 from pantile._arguments import shown
 from pantile._masks import UNBOUNDED
 from pantile._schema import LENGTHS
@@ -136,6 +136,8 @@ def _rate(dropout: Any) -> float:
 def attention(q, k, v, call: Any, change: tuple):
     """As :func:`pantile.attention` and :func:`pantile.varlen_attention`, of a call that
     :func:`require_served` lets through."""
+    if not torch.compiler.is_compiling() and _watch.watchers:
+        _watch.skip("backend torch")
     if call.cu_seqlens_q is not None:
         return _packed(q, k, v, call, change)
     _check_shapes(q, k, v, 4)
