@@ -2,13 +2,16 @@
 """Runs the GPU kernels under compute-sanitizer: memcheck, initcheck, racecheck and synccheck.
 
     python tools/gpu_sanitizer.py [--backend hopper,ampere] [--tools racecheck] [--only PATTERN]
+        [--parts fp8,variants] [--jobs 8]     # one process a tool, backend and part; 8 at a time
     python tools/gpu_sanitizer.py --suite 20     # a twentieth of the GPU tests, under memcheck
 
 Each tool runs small cases of every kind of kernel: the 16-bit forward, the FP8 forward and its
-quantiser, both backward schedules, with sums in any order and deterministic. Every way through a
-kernel is taken: ragged tiles, causal and window masks, packed sequences, rows and keys that nobody
-sees, shared key heads, and once more tiles than the GPU has multiprocessors, so that blocks take a
-second one. torch's caching allocator is off: inside its blocks no tool sees where a tensor ends.
+quantiser, both backward schedules, with sums in any order and deterministic; and those of
+gpu_sanitizer_cases.py: variants, masks, expressions, places of keys, the FP8 backward, caches.
+Every way through a kernel is taken: ragged tiles, causal and window masks, packed sequences, rows
+and keys that nobody sees, shared key heads, and once more tiles than the GPU has multiprocessors,
+so that blocks take a second one. torch's caching allocator is off: inside its blocks no tool sees
+where a tensor ends.
 
 One line a tool; exit status 1 when a tool found something. --record adds the results to
 docs/gpu-sanitizer.json, which the page docs/gpu-verification.md shows.
@@ -17,6 +20,8 @@ docs/gpu-sanitizer.json, which the page docs/gpu-verification.md shows.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import itertools
 import json
 import os
 import re
@@ -27,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import gpu_sanitizer_cases
 import pantile
 import torch
 import verification
@@ -35,6 +41,14 @@ from pantile import _direct
 DEVICE = "cuda"
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 BACKENDS = ("hopper", "ampere")
+# Of the cases, by their labels: each is a process of its own.
+PARTS = {
+    "plain": r"^(bfloat16|float32) ",
+    "fp8": r"^fp8",
+    "variants": r"^(variant|outputs) ",
+    "places": r"^(ranges|pages) ",
+    "caches": r"^cache ",
+}
 RECORD = verification.ROOT / "docs" / verification.SANITIZER
 
 
@@ -142,6 +156,7 @@ def cases(backend: str) -> Iterator[tuple[str, Callable[[], None]]]:
         for name, shape in SHAPES.items():
             for exp in fp8_exps() if name == "no-keys" else ("code",):
                 yield f"fp8 d{dim} {name} {exp}", _fp8(dim, shape, exp)
+    yield from gpu_sanitizer_cases.cases(backend, DEVICE)
 
 
 def count_outputs_as_written() -> None:
@@ -156,10 +171,10 @@ def count_outputs_as_written() -> None:
     _direct._new_outputs = written
 
 
-def run_cases(backend: str, only: str) -> None:
+def run_cases(backend: str, parts: list[str], only: str) -> None:
     torch.manual_seed(0)
     for label, run in cases(backend):
-        if re.search(only, label):
+        if re.search(only, label) and any(re.search(PARTS[part], label) for part in parts):
             run()
             torch.cuda.synchronize()
             print("ran", label, flush=True)
@@ -220,11 +235,31 @@ def record(results: list[dict]) -> None:
     verification.write_json(RECORD, {"facts": facts, "results": [*kept, *results]})
 
 
+def check_cases(tools, backends, parts, only: str, jobs: int) -> list[dict]:
+    """Of every tool, backend and part that has cases, ``jobs`` processes at a time."""
+
+    def check(which: tuple[str, str, str]) -> dict:
+        tool, backend, part = which
+        words = [__file__, "--run", "--only", only, "--backend", backend, "--parts", part]
+        what = f"{backend} kernels, {part}" + (f", {only}" if only else "")
+        return under(tool, what, [*words, *written(tool)], cases_run)
+
+    wanted = [
+        (tool, backend, part)
+        for tool, backend, part in itertools.product(tools, backends, parts)
+        if any(re.search(PARTS[part], label) for label, _ in cases(backend))
+    ]
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(check, wanted))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--backend", default="hopper", help="comma-separated: hopper, ampere")
     parser.add_argument("--only", default="", help="regular expression of case labels")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
     parser.add_argument("--suite", type=int, metavar="N", help="every N-th GPU test, by its name")
     parser.add_argument("--record", action="store_true", help=f"add to {RECORD.name}")
     parser.add_argument("--run", action="store_true", help="the cases alone, without a tool")
@@ -232,7 +267,11 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="labels of the cases")
     chosen = parser.parse_args()
     backends, tools = chosen.backend.split(","), chosen.tools.split(",")
-    for name, words, known in (("--backend", backends, BACKENDS), ("--tools", tools, TOOLS)):
+    parts = chosen.parts.split(",")
+    for name, words, known in (
+        *(("--backend", backends, BACKENDS), ("--tools", tools, TOOLS)),
+        ("--parts", parts, tuple(PARTS)),
+    ):
         if unknown := [word for word in words if word not in known]:
             parser.error(f"{name}: {unknown[0]!r} is none of {', '.join(known)}")
     if chosen.list:
@@ -242,7 +281,7 @@ def main() -> int:
         if chosen.written:
             count_outputs_as_written()
         for backend in backends:
-            run_cases(backend, chosen.only)
+            run_cases(backend, parts, chosen.only)
         return 0
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
@@ -252,13 +291,7 @@ def main() -> int:
         words.append(f"--sample={chosen.suite}")
         results = [under("memcheck", f"1 / {chosen.suite} of the tests", words, tests_run)]
     else:
-        words = [__file__, "--run", "--only", chosen.only, "--backend"]
-        more = f", {chosen.only}" if chosen.only else ""
-        results = [
-            under(tool, f"{backend} kernels{more}", [*words, backend, *written(tool)], cases_run)
-            for tool in tools
-            for backend in backends
-        ]
+        results = check_cases(tools, backends, parts, chosen.only, chosen.jobs)
     if chosen.record:
         record(results)
     return int(not all(found["ok"] for found in results))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 import gpu_sanitizer
+import gpu_sanitizer_cases
 import pantile
 import pytest
 import torch
@@ -38,6 +40,80 @@ def test_the_cases_run(name, monkeypatch):
     shape = gpu_sanitizer.Shape(**vars(shape) | {"batch": min(shape.batch, 2)})
     gpu_sanitizer._both_passes("cpu", "bfloat16", (24, 40), shape)()
     gpu_sanitizer._fp8(32, shape, "code", "cpu")()
+
+
+MORE_PASSES = {"decode": "cache", "append": "cache", "quantize": "fp8"}  # labels of other passes
+
+
+@pytest.mark.parametrize("backend", gpu_sanitizer.BACKENDS)
+def test_every_pass_of_the_kernel_table_has_a_case(backend):
+    """append and the 8-bit caches by the cases of decode, which append first."""
+    found = labels(backend)
+    for row in pantile.kernels():
+        if row["backend"] != backend or row["pass"] in PASSES or row["dtype"] == "f16":
+            continue
+        word = MORE_PASSES[row["pass"]]  # a new pass needs a case, and its word here
+        dims = f"d{row['head_dim']}x{row['head_dim_v']}"
+        wanted = f"{word} {dims} " if row["pass"] == "decode" else f"{word} "
+        assert any(label.startswith(wanted) for label in found), row["name"]
+
+
+@pytest.mark.parametrize("backend", gpu_sanitizer.BACKENDS)
+def test_every_case_is_in_one_part(backend):
+    for label in labels(backend):
+        parts = [p for p, pattern in gpu_sanitizer.PARTS.items() if re.search(pattern, label)]
+        assert len(parts) == 1, label
+
+
+def test_parts_are_processes_of_their_own(monkeypatch):
+    """Side by side; none for a part without cases: Ampere has no FP8."""
+    ran = []
+
+    def under(tool, what, words, count):
+        ran.append((tool, what, words[words.index("--parts") + 1], "--written" in words))
+        return {"tool": tool, "what": what}
+
+    monkeypatch.setattr(gpu_sanitizer, "under", under)
+    tools, backends, parts = ("racecheck", "initcheck"), ("hopper", "ampere"), ("fp8", "caches")
+    found = gpu_sanitizer.check_cases(tools, backends, parts, "d64", 3)
+    whats = [
+        "hopper kernels, fp8, d64",
+        "hopper kernels, caches, d64",
+        "ampere kernels, caches, d64",
+    ]
+    expected = [(tool, what) for tool in tools for what in whats]
+    assert [(x["tool"], x["what"]) for x in found] == expected
+    assert sorted(ran) == sorted(
+        (tool, what, what.split(", ")[1], tool == "initcheck") for tool, what in expected
+    )
+
+
+def test_every_argument_that_changes_attention_has_a_case():
+    """The names are those of the library: a new one needs a case."""
+    found = set()
+    for name in gpu_sanitizer_cases.SERVED["hopper"]:
+        found |= set(gpu_sanitizer_cases.CHANGES[name]("cpu"))
+    assert found == set(pantile._variants.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("label", "run"),
+    [
+        case
+        for case in gpu_sanitizer_cases.cases("hopper", "cpu")
+        if any(f" {dims}" in case[0] for dims in ("d64", "d64x64", "d576x512"))
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_further_cases_run(label, run, monkeypatch):
+    """On the CPU: what a case calls, and with what."""
+    options = pantile.Options
+
+    def on_the_cpu(backend, **more):
+        return options(backend="cpu", **more)
+
+    monkeypatch.setattr(gpu_sanitizer_cases.pantile, "Options", on_the_cpu)
+    run()
 
 
 CLEAN = "ran a\nran b\n========= ERROR SUMMARY: 0 errors\n"
