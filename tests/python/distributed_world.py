@@ -7,6 +7,7 @@ results, so that nothing but verdicts leaves a process.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import importlib.util
 import itertools
@@ -26,6 +27,8 @@ import pantile.distributed as pd
 import pantile.integrations.dtensor
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 SECONDS = 240  # within which a world must have answered
 TIMEOUT = 60  # of a collective call
@@ -200,8 +203,9 @@ def check_repeats(case: Case) -> str | None:
     """Late ranks, and memory that held garbage, change no bit."""
     plan, tensors = make_plan(case), whole_tensors(case)
     first = distributed(case, plan, tensors)
-    for i in range(6):
-        time.sleep(0.02 * ((dist.get_rank() * 7 + i * 5) % 3))
+    for i in range(200 if sum(case.lengths) < 50 else 6):
+        if i < 6:
+            time.sleep(0.02 * ((dist.get_rank() * 7 + i * 5) % 3))
         garbage = [torch.full((n,), float("nan")) for n in (1000, 5000, 20000) for _ in range(4)]
         del garbage
         again = distributed(case, plan, tensors)
@@ -225,6 +229,124 @@ def check_hidden_poison(case: Case) -> str | None:
         chosen = others.nonzero().flatten()
         if not torch.equal(a.index_select(dim, chosen), b.index_select(dim, chosen)):
             return f"{name} of other documents changed"
+    return None
+
+
+def random_cases():
+    """Laws of documents, masks, heads, layouts and methods."""
+    side = st.one_of(st.none(), st.integers(0, 80))
+    return st.builds(
+        Case,
+        method=st.sampled_from(("gather", "gather", "exchange", "heads", "ring")),
+        lengths=st.lists(st.integers(0, 90), min_size=1, max_size=5).filter(sum).map(tuple),
+        packed=st.just(True),
+        causal=st.booleans(),
+        window=st.one_of(st.none(), st.tuples(side, side)),
+        layout=st.sampled_from(("auto", "contiguous", "zigzag", "documents")),
+        heads=st.sampled_from(((4, 2), (8, 1), (6, 2), (3, 3))),
+        dims=st.sampled_from(((16, 16), (16, 24), (24, 8))),
+        dtype=st.sampled_from(("float32", "bfloat16")),
+        options=st.sampled_from(
+            ((("deterministic", True),), (("deterministic", True), ("keep_keys", True)))
+        ),
+    )
+
+
+def check_random(_: Case) -> str | None:
+    """``check_case`` of cases that the first rank draws, and makes smaller where one fails."""
+
+    def verdict_of(drawn: Case | None) -> str | None:
+        sent = [drawn]
+        dist.broadcast_object_list(sent)
+        if sent[0] is None:
+            return None
+        verdicts = [None] * dist.get_world_size()
+        dist.all_gather_object(verdicts, check_case(sent[0]))
+        said = [f"rank {r}: {v}" for r, v in enumerate(verdicts) if v]
+        return f"{sent[0].name}: {'; '.join(said)}" if said else "agrees"
+
+    if dist.get_rank():
+        while verdict_of(None):
+            pass
+        return None
+    failures = []
+
+    @given(random_cases())
+    @settings(max_examples=30, derandomize=True, database=None, deadline=None)
+    def each(drawn: Case) -> None:
+        verdict = verdict_of(drawn)
+        if verdict != "agrees":
+            failures.append(verdict)
+        assert verdict == "agrees"
+
+    try:
+        each()
+    except AssertionError:
+        return failures[-1]
+    finally:
+        verdict_of(None)
+    return None
+
+
+def check_two_plans(case: Case) -> str | None:
+    """Two calls in one group whose forwards and backwards are nested, of different methods."""
+    halves = dataclasses.replace(case, lengths=case.lengths[::-1], method="heads")
+    pairs = [(c, make_plan(c), whole_tensors(c, seed)) for seed, c in enumerate((case, halves))]
+    expected = [distributed(*pair) for pair in pairs]
+    leaves, outputs = [], []
+    for each, plan, tensors in pairs:
+        q, k, v = (x.clone().requires_grad_() for x in rows_of(plan, tensors)[:3])
+        leaves.append((q, k, v))
+        outputs.append(pd.attention(q, k, v, plan=plan, method=each.method, return_lse=True))
+    for (_, plan, tensors), (o, lse) in zip(pairs, outputs, strict=True):  # the older one first
+        grad_o, grad_lse = rows_of(plan, tensors)[3:]
+        torch.autograd.backward((o, lse), (grad_o, grad_lse))
+    for (o, lse), mine, his in zip(outputs, leaves, expected, strict=True):
+        found = [o, lse, *(x.grad for x in mine)]
+        for name, a, b in zip(NAMES, found, his, strict=True):
+            if not torch.equal(a, b):
+                return f"{name} differs from that of a call alone"
+    return None
+
+
+def check_silent_peer(case: Case) -> str | None:
+    """A rank that is alive and does not come: an error within the timeout of the group."""
+    methods = "gather", "exchange", "heads", "ring"
+    timeout = datetime.timedelta(seconds=1)
+    groups = [dist.new_group(timeout=timeout) for _ in methods]
+    wrong = []
+    for method, group in zip(methods if dist.get_rank() == 0 else (), groups, strict=False):
+        plan = make_plan(case, group)
+        q, k, v = (plan.shard(x, dim=0) for x in whole_tensors(case)[:3])
+        started = time.monotonic()
+        try:
+            pd.attention(q, k, v, plan=plan, method=method)
+            wrong.append(f"{method}: no error")
+        except RuntimeError:
+            if time.monotonic() - started > 20:  # of a machine with other work
+                wrong.append(f"{method}: an error after {time.monotonic() - started:.0f} s")
+    dist.barrier()
+    return "; ".join(wrong) or None
+
+
+def check_transforms(case: Case) -> str | None:
+    plan = make_plan(case)
+    q, k, v = (plan.shard(x, dim=0)[None] for x in whole_tensors(case)[:3])
+
+    def call(q, k, v):
+        return pd.attention(q, k, v, plan=plan)
+
+    transforms = {
+        "vmap": lambda: torch.vmap(call)(q, k, v),
+        "grad": lambda: torch.func.grad(lambda q: call(q, k[0], v[0]).sum())(q[0]),
+    }
+    for name, run in transforms.items():
+        try:
+            run()
+            return f"{name} passes"
+        except NotImplementedError as error:
+            if "torch.func" not in str(error):
+                return f"{name}: {error}"
     return None
 
 

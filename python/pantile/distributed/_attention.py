@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from pantile import _C
 from pantile._arguments import choice, flag, integer, optional_scale, shown
 from pantile._attention import attention as _attention
 from pantile._options import DEFAULT_OPTIONS, Options, resolve_options
@@ -266,6 +267,14 @@ def _under_autocast(q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in (q, *others))
 
 
+def _refuse_transforms(*tensors: Tensor) -> None:
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
+        raise _C.UnsupportedError(
+            "attention over several ranks does not run under torch.func (vmap, grad, jvp); "
+            "q, k and v take a batch: [batch, tokens, heads, dim]"
+        )
+
+
 def _is_dtensor(x: object) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
@@ -384,6 +393,8 @@ def attention(
             raise ValueError(f"prefetched is set; method {request.method!r} here does not use it")
         prefetched.check_sources(k, v)
         request.prefetched = prefetched
+    if plan.ranks > 1:
+        _refuse_transforms(q, k, v)
     batched = q.ndim == 4
     q, k, v = _under_autocast(q, k, v)
     o, lse = request.run(*((x if batched else x[None]) for x in (q, k, v)))

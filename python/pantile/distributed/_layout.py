@@ -7,19 +7,16 @@ layout is one tuple of runs for each rank, in ascending order.
 from __future__ import annotations
 
 import bisect
-import heapq
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from pantile._masks import UNBOUNDED, visible_pairs
+from pantile._masks import UNBOUNDED
 
 # Keys of a window start at a multiple of this many keys of their document, where the tiles of every
 # kernel start: a row then meets the tiles that it meets in one process.
 KEY_TILE = 768
 _QUERY_TILE = 128  # runs are cut at multiples of this where the lengths leave the choice
-_CHUNKS_PER_RANK = 16
-_LARGEST_CHUNK = 4096
-_SMALLEST_CHUNK = 16
 
 LAYOUTS = ("auto", "zigzag", "contiguous", "documents", "te_zigzag")
 
@@ -46,10 +43,6 @@ class Piece(NamedTuple):
     last_key: int  # one past it
     left: int
     right: int
-
-    def pairs(self) -> int:
-        queries, keys = self.stop - self.start, self.last_key - self.first_key
-        return visible_pairs(queries, keys, self.left, self.right)
 
 
 def piece_of(run: Run, bounds: Sequence[int], mask: Mask) -> Piece:
@@ -95,7 +88,7 @@ def _marks(total: int, parts: int) -> list[int]:
     if total % parts == 0:
         return [i * (total // parts) for i in range(parts + 1)]
     step = _QUERY_TILE
-    while step > 1 and total < parts * step * _CHUNKS_PER_RANK:
+    while step > 1 and total < parts * step * 16:
         step //= 2
     inner = [round(i * total / (parts * step)) * step for i in range(parts)]
     return [*inner, total]
@@ -133,130 +126,55 @@ def te_zigzag(bounds: Sequence[int], ranks: int) -> list[tuple[Run, ...]]:
     return [merged(runs) for runs in held]
 
 
-def chunk_tokens(total: int, ranks: int) -> int:
-    """About a sixteenth of a share, a power of two."""
-    share = max(total // ranks // _CHUNKS_PER_RANK, 1)
-    return min(1 << (share.bit_length() - 1), _LARGEST_CHUNK)
+def _ramp(count: int, most: int) -> int:
+    """Sum of min(i, most) over i < count."""
+    if most == UNBOUNDED or count <= most + 1:
+        return count * (count - 1) // 2
+    return most * (most + 1) // 2 + (count - most - 1) * most
 
 
-def _chunks(
-    bounds: Sequence[int], ranks: int, mask: Mask, chunk: int
-) -> list[tuple[int, int, int, int]]:
-    """(-work, start, stop, document), most work first. A chunk with more than a fourth of a rank's
-    work is cut."""
+class Work:
+    """Visible pairs of query and key of one head, by formulas; positions are those in a
+    document."""
 
-    def add(start: int, stop: int, document: int) -> None:
-        if causal:  # what the line below gives, in a tenth of its time
-            tokens = stop - start
-            work = tokens * (start - bounds[document]) + tokens * (tokens + 1) // 2
-        else:
-            work = piece_of(Run(start, stop, document), bounds, mask).pairs()
-        chunks.append((-work, start, stop, document))
+    def __init__(self, bounds: Sequence[int], mask: Mask) -> None:
+        self.bounds, self.mask = bounds, mask
+        self.lengths = [b - a for a, b in pairwise(bounds)]
+        self._causal = mask == Mask(UNBOUNDED, 0)
 
-    causal = mask == Mask(UNBOUNDED, 0)
-    chunks: list[tuple[int, int, int, int]] = []
-    for document in range(len(bounds) - 1):
-        end = bounds[document + 1]
-        for start in range(bounds[document], end, chunk):
-            add(start, min(start + chunk, end), document)
-    large = -sum(item[0] for item in chunks) // (4 * ranks) + 1
-    whole, chunks = chunks, []
-    for negative, start, stop, document in whole:
-        parts = min(-(negative // large), max((stop - start) // _SMALLEST_CHUNK, 1))
-        if parts <= 1:
-            chunks.append((negative, start, stop, document))
-            continue
-        step = -((start - stop) // parts)
-        for begin in range(start, stop, step):
-            add(begin, min(begin + step, stop), document)
-    chunks.sort()
-    return chunks
+    def of(self, document: int, start: int, stop: int) -> int:
+        if self._causal:
+            return (stop - start) * (start + stop + 1) // 2
+        length, (left, right) = self.lengths[document], self.mask
+        before = _ramp(stop, left) - _ramp(start, left)
+        after = _ramp(length - start, right) - _ramp(length - stop, right)
+        return stop - start + before + after
 
+    def of_run(self, run: Run) -> int:
+        first = self.bounds[run.document]
+        return self.of(run.document, run.start - first, run.stop - first)
 
-def _least_loaded(
-    least: list, load: list, room: list, holders: set, slack: float, candidates: int
-) -> int:
-    """A rank with about the least work, if possible one that holds a part of the document."""
-    taken: list[tuple[float, int]] = []
-    chosen = -1
-    while least and len(taken) < candidates:
-        known, rank = least[0]
-        if not room[rank]:
-            heapq.heappop(least)
-        elif known != load[rank]:  # entries are renewed when they come up
-            heapq.heapreplace(least, (load[rank], rank))
-        elif taken and known > taken[0][0] + slack:
-            break
-        else:
-            taken.append(heapq.heappop(least))
-            if rank in holders:
-                chosen = rank
-                break
-    for entry in taken:
-        heapq.heappush(least, entry)
-    return taken[0][1] if chosen < 0 else chosen
+    def of_runs(self, runs: Iterable[Run]) -> int:
+        return sum(map(self.of_run, runs))
+
+    def density(self, document: int, position: int) -> int:
+        """Keys that one query sees."""
+        return self.of(document, position, position + 1)
+
+    def run(self, document: int, start: int, stop: int) -> Run:
+        first = self.bounds[document]
+        return Run(first + start, first + stop, document)
 
 
-def documents(
-    bounds: Sequence[int], ranks: int, mask: Mask, chunk: int, slack: float
-) -> list[tuple[Run, ...]]:
-    """Equal tokens and equal work: the chunk with the most work first.
-
-    A chunk goes to the rank that got the last chunk of its document if that rank's expected final
-    work exceeds the mean by at most ``slack``; otherwise to one with about the least work. What is
-    expected: its work so far, and the mean of the chunks that are left on the tokens that it lacks.
-    A chunk that finds less room than it has tokens is cut.
-    """
-    chunks = _chunks(bounds, ranks, mask, chunk)
-    total = bounds[-1]
-    left_work, left_tokens = -sum(item[0] for item in chunks), total
-    limit = (1.0 + slack) * left_work / ranks
-    room = [total // ranks + (r < total % ranks) for r in range(ranks)]
-    load = [0.0] * ranks
-    held: list[list[Run]] = [[] for _ in range(ranks)]
-    least = [(0.0, r) for r in range(ranks) if room[r]]
-    candidates = max(4, min(64, 4096 // ranks))  # what is looked at costs time
-    last_rank = [-1] * len(bounds)
-    holders: list[set[int]] = [set() for _ in bounds]
-    for negative, start, stop, document in chunks:
-        density = -negative / (stop - start)
-        while start < stop:
-            rank, tokens = last_rank[document], stop - start
-            if rank >= 0:
-                lacks = room[rank] - tokens
-                rest = lacks * left_work / left_tokens if lacks > 0 else 0.0
-                if not room[rank] or load[rank] + density * tokens + rest > limit:
-                    rank = -1
-            if rank < 0:
-                rank = _least_loaded(
-                    least, load, room, holders[document], slack * limit, candidates
-                )
-            holders[document].add(rank)
-            tokens = min(tokens, room[rank])
-            # The end of a chunk that is cut: it needs the keys of the start anyway.
-            held[rank].append(Run(stop - tokens, stop, document))
-            stop -= tokens
-            last_rank[document] = rank
-            load[rank] += density * tokens
-            room[rank] -= tokens
-            left_work -= density * tokens
-            left_tokens -= tokens
-    return [merged(runs) for runs in held]
-
-
-def work_of(runs: Iterable[Run], bounds: Sequence[int], mask: Mask) -> int:
-    """Visible pairs of one head."""
-    return sum(piece_of(run, bounds, mask).pairs() for run in runs)
-
-
-def imbalance(shares: Sequence[tuple[Run, ...]], bounds: Sequence[int], mask: Mask) -> float:
+def imbalance(shares: Sequence[Sequence[Run]], bounds: Sequence[int], mask: Mask) -> float:
     """Work of the slowest rank over the mean."""
-    works = [work_of(runs, bounds, mask) for runs in shares]
+    work = Work(bounds, mask)
+    works = [work.of_runs(runs) for runs in shares]
     return max(works) * len(works) / sum(works) if sum(works) else 1.0
 
 
 def make(
-    bounds: Sequence[int], ranks: int, mask: Mask, layout: str, chunk: int | None, slack: float
+    bounds: Sequence[int], ranks: int, mask: Mask, layout: str, slack: float
 ) -> tuple[str, list[tuple[Run, ...]]]:
     """(name, runs of each rank). ``auto`` takes the first balanced one of contiguous, which moves
     the fewest keys, zigzag and documents."""
@@ -269,8 +187,9 @@ def make(
             shares = function(bounds, ranks)
             if imbalance(shares, bounds, mask) <= 1.0 + slack:
                 return name, shares
-    chunk = chunk_tokens(bounds[-1], ranks) if chunk is None else chunk
-    return "documents", documents(bounds, ranks, mask, chunk, slack)
+    from pantile.distributed._documents import documents
+
+    return "documents", documents(bounds, ranks, mask, slack)
 
 
 def needed_keys(

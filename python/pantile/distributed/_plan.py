@@ -324,7 +324,6 @@ def plan(
     causal: bool = False,
     window: Window | None = None,
     layout: str = "auto",
-    chunk: int | None = None,
     slack: float = 0.02,
     ranks: int | None = None,
     rank: int | None = None,
@@ -342,12 +341,10 @@ def plan(
         cu_seqlens: for packed documents: offsets ``[documents + 1]``, a list or a CPU tensor.
         causal, window: the mask, as in :func:`pantile.attention`.
         layout: ``"contiguous"``; ``"zigzag"``: an early and a late part a rank; ``"documents"``:
-            chunks of documents, balanced in tokens and work; ``"auto"``: the first of them that is
+            ranges of documents, balanced in tokens and work; ``"auto"``: the first of them that is
             balanced. ``"te_zigzag"``: zigzag in every document, whose length must be a multiple of
             twice the ranks; the order of TransformerEngine and Megatron.
-        chunk: tokens of a chunk of ``"documents"``; default about a sixteenth of a share, at most
-            4096.
-        slack: by how much the work of a rank may exceed the mean, to keep documents together.
+        slack: by how much the work of a rank may exceed the mean, as a part of it.
         ranks, rank: in place of a mesh: the plan of one of ``ranks``, to look at it; such a plan
             does not communicate.
 
@@ -360,8 +357,6 @@ def plan(
     bounds = _bounds_of(seqlen, cu_seqlens)
     mask = Mask(*window_bounds(causal, window))
     choice("layout", layout, LAYOUTS)
-    if chunk is not None and integer("chunk", chunk) < 1:
-        raise ValueError(f"chunk is {shown(chunk)}; it must be 1 or more")
     if not isinstance(slack, int | float) or not math.isfinite(slack) or slack < 0:
         raise ValueError(f"slack is {shown(slack)}; it must be a number of 0 or more")
     if ranks is None and rank is None:
@@ -372,5 +367,5 @@ def plan(
         if not 0 <= integer("rank", rank) < integer("ranks", ranks):
             raise ValueError(f"rank is {rank}; it must be from 0 to ranks - 1, {ranks - 1}")
         keys, heads = Group(None, ranks, rank), Group(None, 1, 0)
-    layout, shares = _layout.make(bounds, keys.size, mask, layout, chunk, slack)
+    layout, shares = _layout.make(bounds, keys.size, mask, layout, slack)
     return Plan(bounds, cu_seqlens is not None, mask, layout, shares, keys, heads)

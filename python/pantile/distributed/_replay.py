@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pantile.distributed._layout import Mask, Run, needed_keys, work_of
+from pantile.distributed._layout import Mask, Run, Work, needed_keys
 from pantile.distributed._share import segments_of
 
 
@@ -164,12 +164,12 @@ def exchange_programs(
     for share, rows in enumerate(received):
         for source, count in rows.items():
             sent[source][share] = count
-    programs = []
+    programs, pairs = [], Work(bounds, mask)
     for share, runs in enumerate(shares):
         others = sorted({*received[share], *sent[share]})
         most = max(sum(received[share].values()), sum(sent[share].values()))
         move = costs.latency + most * costs.row / groups
-        work = work_of(runs, bounds, mask) * costs.pair / groups
+        work = pairs.of_runs(runs) * costs.pair / groups
         node = range(share * inner, (share + 1) * inner)
         for i in range(inner):
             rank = share * inner + i

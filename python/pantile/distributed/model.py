@@ -230,7 +230,7 @@ def replay_documents(shape: Shape, machine: Machine | None = None, seed: int = 0
     inner = machine.node if whole_nodes else 1
     bounds, mask = document_lengths(shape.total, seed), _layout.Mask(-1, 0)
     started = time.process_time()
-    _, shares = _layout.make(bounds, shape.gpus // inner, mask, "documents", None, 0.02)
+    _, shares = _layout.make(bounds, shape.gpus // inner, mask, "documents", 0.02)
     plan_seconds = time.process_time() - started
     link, link_latency = machine.link, machine.link_latency
     outside = (machine.card, machine.card_latency) if inner > 1 else _pair_bandwidth(
