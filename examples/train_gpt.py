@@ -351,6 +351,12 @@ def parse_arguments() -> argparse.Namespace:
     unknown = [name for name in arguments.attention.split(",") if name not in ATTENTION]
     if unknown:
         parser.error(f"--attention {unknown[0]!r} is not one of {', '.join(ATTENTION)}")
+    for name in ("steps", "batch", "context"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} is {value}; it must be a positive integer")
+    if torch.device(arguments.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {arguments.device}: torch sees no CUDA device")
     return arguments
 
 
@@ -370,6 +376,10 @@ def main() -> None:
         else (f"CPU, {torch.get_num_threads()} threads")
     )
     text = load_text()
+    if preset.context >= len(text):
+        sys.exit(
+            f"--context is {preset.context}; the text has {len(text)} bytes, one more is needed"
+        )
     parameters = sum(p.numel() for p in ByteGPT(preset, None).parameters())
     print(
         f"byte-level GPT: {parameters / 1e6:.1f} M parameters, {preset.layers} layers, "
