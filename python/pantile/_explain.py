@@ -102,6 +102,7 @@ class Explanation:
     dequantize: PassExplanation | None = None  # before the backward, with fp8_backward="bf16"
     saved_bytes: int | None = None  # with Options(fp8=True): kept from the forward to the backward
     verbose: bool = False  # prints every row of the kernel table, not one line for each backend
+    call: str = ""  # how the shapes were read
 
     def __str__(self) -> str:
         lines = self.forward.lines("forward", self.verbose)
@@ -112,7 +113,16 @@ class Explanation:
             lines.append(f"saved for the backward: {self.saved_bytes} bytes")
         if self.quantize is not None:
             lines = self.quantize.lines("quantize", self.verbose) + lines
-        return "\n".join(lines)
+        return "\n".join([f"call: {self.call}", *lines] if self.call else lines)
+
+
+def _read_as(operands) -> str:
+    """Which axis of the operands counts what: a wrong layout shows here."""
+    q, k, v = (x.shape for x in operands[:3])
+    rows = f"batch {q[0]}, {q[1]} queries" if len(q) == 4 else f"packed, {q[0]} queries"
+    paged = len(k) != len(q)
+    keys = f"{k[0]} pages of {k[1]} keys" if paged else f"{k[-3]} keys"
+    return f"{rows} x {keys}, heads {q[-2]} / {k[-2]}, head dim {q[-1]} / {v[-1]}"
 
 
 def _pass(answer: dict) -> PassExplanation:
@@ -142,7 +152,7 @@ def explain_call(
     answers = _C.explain(
         *operands, call, deterministic, *(extras or (False, False)), False, variant, wants
     )
-    return Explanation(*map(_pass, answers), verbose=verbose)
+    return Explanation(*map(_pass, answers), verbose=verbose, call=_read_as(operands))
 
 
 def explain_fp8_call(
@@ -154,4 +164,5 @@ def explain_fp8_call(
     backward = _pass(_C.explain(*rounded, call, deterministic)[1])
     saved_bytes, of_codes = saved
     numbers = dequantize if of_codes else None
-    return Explanation(forward, backward, quantize, numbers, saved_bytes, verbose)
+    read = _read_as(operands)
+    return Explanation(forward, backward, quantize, numbers, saved_bytes, verbose, read)

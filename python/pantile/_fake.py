@@ -52,6 +52,8 @@ _ROWS = {  # of tensors by name; dense ones have a batch axis before these
 
 
 def check_operand(name: str, x: object, q: Tensor) -> None:
+    if x is None:
+        raise TypeError(f"{name} is missing; it must be a torch.Tensor like q")
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor like q")
     if x.layout is not torch.strided or x.is_nested:

@@ -145,7 +145,7 @@ CASES = {
     "k_none": (
         call(change=replace("k", lambda x: None)),
         TypeError,
-        "k is a NoneType; it must be a torch.Tensor like q",
+        "k is missing; it must be a torch.Tensor like q",
     ),
     "v_numpy": (
         call(change=replace("v", lambda x: x.numpy())),

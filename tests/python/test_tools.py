@@ -88,7 +88,8 @@ def test_explain_prints_one_line_for_each_backend():
     """The choice first; all rows of the table only on request."""
     plan = pantile.explain(*operands())
     lines = str(plan).splitlines()
-    assert lines[0].startswith("forward: cpu_forward_f32, tile ")
+    assert lines[0] == "call: batch 2, 9 queries x 13 keys, heads 4 / 4, head dim 64 / 64"
+    assert lines[1].startswith("forward: cpu_forward_f32, tile ")
     for one in (plan.forward, plan.backward):
         backends = {row.backend for row in one.rows}
         assert len(one.lines("pass")) == len(backends) + 1 + bool(one.softmax)
@@ -99,7 +100,7 @@ def test_explain_prints_one_line_for_each_backend():
     assert sum("chosen: cpu_" in line for line in lines) == 2
 
     full = str(pantile.explain(*operands(), verbose=True)).splitlines()
-    assert full[0] == lines[0]
+    assert full[:2] == lines[:2]
     rows = {row.kernel for row in (*plan.forward.rows, *plan.backward.rows)}
     assert rows <= {line.split()[0] for line in full}
 
@@ -126,7 +127,17 @@ def test_explain_refuses_what_attention_refuses():
 def test_explain_packed():
     q = torch.randn(7, 4, 64)
     bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
-    assert pantile.explain(q, q, q, bounds, bounds, 4, 4).forward.kernel == "cpu_forward_f32"
+    plan = pantile.explain(q, q, q, bounds, bounds, 4, 4)
+    assert plan.forward.kernel == "cpu_forward_f32"
+    assert plan.call == "packed, 7 queries x 7 keys, heads 4 / 4, head dim 64 / 64"
+
+
+def test_explain_shows_a_wrong_layout():
+    """[batch, heads, seq, dim] runs where the axes agree; the first line shows how it was read."""
+    q, k, v = (x.transpose(1, 2) for x in operands())
+    k, v = (x[:, :, :9] for x in (k, v))
+    read = pantile.explain(q, k, v).call
+    assert read == "batch 2, 4 queries x 4 keys, heads 9 / 9, head dim 64 / 64"
 
 
 # ---- options and environment

@@ -44,7 +44,8 @@ def require_gpu() -> None:
 
 def header(on: str = "cuda", **more) -> dict:
     """The first line of a results file: what was measured, where and how."""
-    line: dict = {"kind": "run", "commit": measure.commit(), "commands": [measure.command()]}
+    line: dict = {"kind": "run", "commit": measure.commit()}
+    line["commands"] = [measure.command()]
     line |= {"torch": torch.__version__, "device": "cpu"}
     if on == "cuda":
         line |= {"device": torch.cuda.get_device_name(), "state_before": measure.gpu_state()}
