@@ -236,7 +236,7 @@ def library_gradients(inputs, causal: bool, backward: str) -> Gradients:
     return Gradients(*(heads_first(x).float() for x in grads), math.nan)
 
 
-LIBRARY = {f'Options(fp8_backward="{name}")': name for name in ("recompute", "bf16")}
+LIBRARY = {f'Options(fp8_backward="{name}")': name for name in ("recompute", "bf16", "full")}
 
 
 def relative(found: Tensor, truth: Tensor) -> float:

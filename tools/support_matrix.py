@@ -160,6 +160,7 @@ def make_table() -> str:
         "kernels for head dims, forward": lambda b: dims(b, "forward", False),
         "kernels for head dims, backward": lambda b: dims(b, "backward", False),
         "FP8 (e4m3) kernels for head dims, forward": lambda b: dims(b, "forward", True),
+        "FP8 (e4m3) kernels for head dims, backward": lambda b: dims(b, "backward", True),
         "[decode over a KV cache](docs/inference.md)": lambda b: dtypes(b, "decode"),
         "decode, kernels for head dims": lambda b: dims(b, "decode", False),
         "append to a KV cache, with rotary": lambda b: dtypes(b, "append"),

@@ -25,6 +25,10 @@ Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
 void configure_backward(BackwardPlan* plan);
 Status run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
                     void* stream);
+// FP8 operands; dO becomes FP8 in it. Accepted like any backward.
+void configure_backward_fp8(BackwardPlan* plan);
+Status run_backward_fp8(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
+                        void* stream);
 
 // Textbook attention in double, one row at a time: the oracle of every test.
 Status reference_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,

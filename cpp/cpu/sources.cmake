@@ -2,6 +2,7 @@
 # PANTILE_CPU_ISAS, with -DPANTILE_ISA=<name> and PANTILE_CPU_ISA_FLAGS_<name>.
 set(PANTILE_CPU_SOURCES
   ${CMAKE_CURRENT_LIST_DIR}/backend.cc
+  ${CMAKE_CURRENT_LIST_DIR}/backward_fp8.cc
   ${CMAKE_CURRENT_LIST_DIR}/dequantize.cc
   ${CMAKE_CURRENT_LIST_DIR}/job.cc
   ${CMAKE_CURRENT_LIST_DIR}/kv.cc
@@ -12,7 +13,8 @@ set(PANTILE_CPU_SOURCES
   ${CMAKE_CURRENT_LIST_DIR}/reference.cc
   ${CMAKE_CURRENT_LIST_DIR}/reference_backend.cc
   ${CMAKE_CURRENT_LIST_DIR}/reference_fp8.cc)
-set(PANTILE_CPU_ISA_SOURCES ${CMAKE_CURRENT_LIST_DIR}/isa/kernels.cc)
+set(PANTILE_CPU_ISA_SOURCES ${CMAKE_CURRENT_LIST_DIR}/isa/kernels.cc
+  ${CMAKE_CURRENT_LIST_DIR}/isa/kernels_fp8.cc)
 set(PANTILE_CPU_ISAS baseline)
 
 # Never -ffast-math: it would fold the rounding of exp2 away and let NaN vanish. -O3 in every build

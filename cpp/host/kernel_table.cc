@@ -85,14 +85,20 @@ constexpr KernelInfo fp8_info(const char* name, Backend backend, Pass pass, DTyp
           core::kMaxFp8Dim,
           MaskKind::any,
           true,
-          pass == Pass::forward  ? feature_sets::forward_fp8
-          : dtype == DType::e4m3 ? feature_sets::quantize_fp8
-                                 : feature_sets::quantize};
+          pass == Pass::forward    ? feature_sets::forward_fp8
+          : pass == Pass::backward ? feature_sets::backward_fp8
+          : dtype == DType::e4m3   ? feature_sets::quantize_fp8
+                                   : feature_sets::quantize};
 }
 
 constexpr ForwardRow cpu_forward_fp8(const char* name, DType dtype) {
   return {fp8_info(name, Backend::cpu, Pass::forward, dtype), cpu::accept_forward,
           cpu::configure_forward_fp8, cpu::run_forward_fp8};
+}
+
+constexpr BackwardRow cpu_backward_fp8(const char* name, DType dtype) {
+  return {fp8_info(name, Backend::cpu, Pass::backward, dtype), cpu::accept_backward,
+          cpu::configure_backward_fp8, cpu::run_backward_fp8};
 }
 
 constexpr ForwardRow reference_forward_fp8(const char* name, DType dtype) {
@@ -166,6 +172,7 @@ constexpr BackwardRow kBackwardRows[] = {
     cpu_backward("cpu_backward_f32", DType::f32),
     cpu_backward("cpu_backward_f16", DType::f16),
     cpu_backward("cpu_backward_bf16", DType::bf16),
+    cpu_backward_fp8("cpu_backward_e4m3", DType::e4m3),
     reference_backward("reference_backward_f32", DType::f32),
     reference_backward("reference_backward_f16", DType::f16),
     reference_backward("reference_backward_bf16", DType::bf16),

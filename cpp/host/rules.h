@@ -40,7 +40,8 @@ Status sequence_pointers(const ForwardProblem& problem, const ForwardTensors& te
 
 // What dtype e4m3 adds to a forward problem and its tensors; ok for the other dtypes.
 Status fp8_rule(const ForwardProblem& problem);
-Status fp8_pointers(const ForwardProblem& problem, const Fp8Tensors& tensors);
+// The backward does not read nonfinite_v.
+Status fp8_pointers(const ForwardProblem& problem, const Fp8Tensors& tensors, bool is_backward);
 
 // What changes plain attention (variant.h), its tensors and their gradients.
 Status variant_rule(const ForwardProblem& problem);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "core/blocked.h"
 #include "host/rules.h"
 #include "host/shape.h"
 #include "host/softmax.h"
@@ -329,29 +330,43 @@ Status has_o_low_rule(const BackwardProblem& p) {
 }
 Status o_read_rule(const BackwardProblem& p) {
   return input_layout("o", p.forward.o, query_shape(p.forward, p.forward.head_dim_v),
-                      p.forward.dtype);
+                      output_dtype(p.forward));
 }
 Status grad_o_layout_rule(const BackwardProblem& p) {
   return input_layout("grad_o", p.grad_o, query_shape(p.forward, p.forward.head_dim_v),
-                      p.forward.dtype);
+                      output_dtype(p.forward));
 }
 Status grad_q_layout_rule(const BackwardProblem& p) {
   return output_layout("grad_q", p.grad_q, query_shape(p.forward, p.forward.head_dim),
-                       p.forward.dtype);
+                       output_dtype(p.forward));
 }
 Status grad_k_layout_rule(const BackwardProblem& p) {
   return output_layout("grad_k", p.grad_k, key_shape(p.forward, p.forward.head_dim),
-                       p.forward.dtype);
+                       output_dtype(p.forward));
 }
 Status grad_v_layout_rule(const BackwardProblem& p) {
   return output_layout("grad_v", p.grad_v, key_shape(p.forward, p.forward.head_dim_v),
-                       p.forward.dtype);
+                       output_dtype(p.forward));
+}
+
+Status fp8_backward_rule(const BackwardProblem& p) {
+  if (!quantized(p.forward)) {
+    return Status();
+  }
+  const Fp8Format& format = p.forward.fp8;
+  if (format.block_q != core::kBlockedRows || format.block_k != core::kBlockedRows) {
+    const bool queries = format.block_q != core::kBlockedRows;
+    return Status::error(kInvalid, "forward.fp8.%s is %d; it must be %d in a backward problem",
+                         queries ? "block_q" : "block_k", queries ? format.block_q : format.block_k,
+                         core::kBlockedRows);
+  }
+  return Status();
 }
 
 constexpr Status (*kBackwardRules[])(const BackwardProblem&) = {
-    wants_lse_rule,     forward_only_rule,  has_o_low_rule,
-    o_read_rule,        grad_o_layout_rule, grad_q_layout_rule,
-    grad_k_layout_rule, grad_v_layout_rule, variant_gradients_rule,
+    wants_lse_rule,     forward_only_rule,      has_o_low_rule,     fp8_backward_rule,
+    o_read_rule,        grad_o_layout_rule,     grad_q_layout_rule, grad_k_layout_rule,
+    grad_v_layout_rule, variant_gradients_rule,
 };
 
 template <class Problem, std::size_t kCount>

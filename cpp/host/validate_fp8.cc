@@ -87,7 +87,7 @@ Status fp8_rule(const ForwardProblem& p) {
   });
 }
 
-Status fp8_pointers(const ForwardProblem& p, const Fp8Tensors& t) {
+Status fp8_pointers(const ForwardProblem& p, const Fp8Tensors& t, bool is_backward) {
   if (p.dtype != DType::e4m3) {
     return Status();
   }
@@ -96,7 +96,7 @@ Status fp8_pointers(const ForwardProblem& p, const Fp8Tensors& t) {
   return first_error({
       pointer_there("fp8.scale_q", t.scale_q, no_rows),
       pointer_there("fp8.scale_kv", t.scale_kv, no_keys),
-      pointer_there("fp8.nonfinite_v", t.nonfinite_v, no_keys),
+      pointer_there("fp8.nonfinite_v", t.nonfinite_v, no_keys || is_backward),
       no_rows ? Status()
               : optional_pointer("fp8.q_dot_mean", t.q_dot_mean, p.fp8.smooth_k, "fp8.smooth_k"),
   });
@@ -159,7 +159,7 @@ Status side_pointers(const QuantizeProblem& p, const QuantizeTensors& t, bool no
   }
   const Fp8Tensors scales{t.scale_q, t.scale_kv, t.nonfinite_v, t.q_dot_mean};
   return first_error({
-      fp8_pointers(p.forward, scales),
+      fp8_pointers(p.forward, scales, false),
       no_keys
           ? Status()
           : optional_pointer("mean_k", t.mean_k, p.forward.fp8.smooth_k, "forward.fp8.smooth_k"),

@@ -88,7 +88,9 @@ Status max_logit_pointer(const ForwardProblem& p, const ForwardTensors& t) {
 
 }  // namespace
 
-Status validate_tensors(const ForwardProblem& p, const ForwardTensors& t) {
+namespace {
+
+Status forward_tensors(const ForwardProblem& p, const ForwardTensors& t, bool is_backward) {
   const bool no_rows = query_shape(p, p.head_dim).empty();
   const bool no_keys = key_shape(p, p.head_dim).empty();
   return first_error({
@@ -100,16 +102,22 @@ Status validate_tensors(const ForwardProblem& p, const ForwardTensors& t) {
       o_low_pointer(t.o_low, p.wants_o_low, "wants_o_low", no_rows),
       max_logit_pointer(p, t),
       sequence_pointers(p, t),
-      fp8_pointers(p, t.fp8),
+      fp8_pointers(p, t.fp8, is_backward),
       variant_pointers(p, t.variant),
   });
+}
+
+}  // namespace
+
+Status validate_tensors(const ForwardProblem& p, const ForwardTensors& t) {
+  return forward_tensors(p, t, false);
 }
 
 Status validate_tensors(const BackwardProblem& p, const BackwardTensors& t) {
   const bool no_rows = query_shape(p.forward, p.forward.head_dim).empty();
   const bool no_keys = key_shape(p.forward, p.forward.head_dim).empty();
   return first_error({
-      validate_tensors(p.forward, t.forward),
+      forward_tensors(p.forward, t.forward, true),
       tensor_pointer("grad_o", t.grad_o, p.grad_o, no_rows),
       tensor_pointer("grad_q", t.grad_q, p.grad_q, no_rows),
       tensor_pointer("grad_k", t.grad_k, p.grad_k, no_keys),

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "call.h"
+#include "gradients.h"
 #include "pantile/pantile.h"
 #include "planner.h"
 #include "request.h"
@@ -270,6 +271,75 @@ inline void forward_fp8(nb::tuple operands, nb::handle o, nb::handle lse, std::i
   plan_and_run<ForwardPlan>(request, &request.problem, tensors, Pass::forward, {});
 }
 
+// Of contiguous tensors.
+inline void set_gradient_layouts(BackwardProblem* problem) {
+  const ForwardProblem& forward = problem->forward;
+  const std::int64_t rows = forward.packed_q ? forward.total_q : forward.seqlen_q;
+  const std::int64_t keys = forward.packed_k ? forward.total_k : forward.seqlen_k;
+  problem->grad_o = contiguous_layout(rows, forward.heads_q, forward.head_dim_v);
+  problem->grad_q = contiguous_layout(rows, forward.heads_q, forward.head_dim);
+  problem->grad_k = contiguous_layout(keys, forward.heads_k, forward.head_dim);
+  problem->grad_v = contiguous_layout(keys, forward.heads_k, forward.head_dim_v);
+}
+
+// The operands of which a backward makes use; it knows the non-finite V by their O.
+inline ForwardTensors read_backward_operands(const nb::tuple& operands, const Request& request) {
+  const QuantizedSizes sizes = quantized_sizes(request.problem);
+  const auto read = [&](int index) { return read_operand(operands, index, sizes, request.device); };
+  ForwardTensors inputs = request.tensors;
+  inputs.q = read(kCodesQ);
+  inputs.k = read(kCodesK);
+  inputs.v = read(kCodesV);
+  inputs.fp8.scale_q = static_cast<const float*>(read(kScaleQ));
+  inputs.fp8.scale_kv = static_cast<const float*>(read(kScaleKv));
+  inputs.fp8.q_dot_mean = static_cast<const float*>(read(kQDotMean));
+  return inputs;
+}
+
+// Of attention on FP8 operands, in the dtype of O. Nothing runs without gradients to write: then it
+// only raises where no kernel serves the problem.
+inline void backward_fp8(nb::tuple operands, nb::handle grad_o, nb::handle grad_lse, nb::handle o,
+                         nb::handle lse, nb::handle grads, std::int64_t head_dim, std::int64_t keys,
+                         const Call& call, int block_q, int block_k, bool smooth_k,
+                         bool deterministic) {
+  const TensorView output = read_tensor(o, "o");
+  require_contiguous(output);
+  const Fp8Shape shape{head_dim, keys, fp8_format(block_q, block_k, smooth_k)};
+  const Request request = fp8_request(output, operands, shape, call);
+  BackwardProblem problem;
+  BackwardTensors tensors;
+  problem.deterministic = deterministic;
+  const ForwardProblem& forward = request.problem;
+  if (grads.is_none()) {
+    problem.forward = forward;
+    set_gradient_layouts(&problem);
+    raise_unless_served<BackwardPlan>(request, problem);
+    return;
+  }
+  tensors.forward = read_backward_operands(operands, request);
+  tensors.forward.o = output.data;
+  const TensorView rows = read_tensor(lse, "lse");
+  require_lse(rows, request);
+  require_contiguous(rows);
+  tensors.forward.lse = static_cast<float*>(rows.data);
+  const TensorView above = read_tensor(grad_o, "grad_o");
+  require_query_rows(above, request, forward.head_dim_v);
+  require_contiguous(above);
+  tensors.grad_o = above.data;
+  problem.grad_o = layout_of(above);
+  problem.has_grad_lse = !grad_lse.is_none();
+  if (problem.has_grad_lse) {
+    const TensorView view = read_tensor(grad_lse, "grad_lse");
+    require_lse(view, request);
+    require_contiguous(view);
+    tensors.grad_lse = static_cast<const float*>(view.data);
+  }
+  const auto written = nb::cast<nb::tuple>(grads);
+  take_gradients(written[0], written[1], written[2], request, &problem, &tensors);
+  problem.forward = forward;
+  plan_and_run<BackwardPlan>(request, &problem, tensors, Pass::backward, {});
+}
+
 // The problem of writing the numbers of what `quantizing` makes, in the dtype of O.
 inline QuantizeProblem dequantize_problem(const QuantizeProblem& quantizing) {
   const ForwardProblem& forward = quantizing.forward;
@@ -306,6 +376,19 @@ inline nb::tuple explain_fp8(nb::handle q, nb::handle k, nb::handle v, const Cal
   return nb::make_tuple(first, second, third);
 }
 
+// The backward that works on what quantising q, k and v makes.
+inline nb::dict explain_backward_fp8(nb::handle q, nb::handle k, nb::handle v, const Call& call,
+                                     int block_q, int block_k, bool smooth_k, bool deterministic) {
+  const Request request = read_request(q, k, v, call, true);
+  Fp8Format format = fp8_format(block_q, block_k, smooth_k);
+  format.output = request.problem.dtype == DType::f16 ? DType::f16 : DType::bf16;
+  BackwardProblem problem;
+  problem.forward = quantize_problem(request, format, false).forward;
+  problem.deterministic = deterministic;
+  set_gradient_layouts(&problem);
+  return explain_pass<BackwardPlan>(request, &problem, {});
+}
+
 inline void bind_fp8(nb::module_& module) {
   using namespace nb::literals;
   module.def("quantize", &quantize, "q"_a, "k"_a, "v"_a, "descale_q"_a.none(), "descale_k"_a.none(),
@@ -317,6 +400,11 @@ inline void bind_fp8(nb::module_& module) {
              "keys"_a, "call"_a, "block_q"_a, "block_k"_a, "smooth_k"_a, "exp"_a);
   module.def("explain_fp8", &explain_fp8, "q"_a, "k"_a, "v"_a, "call"_a, "block_q"_a, "block_k"_a,
              "hadamard"_a, "smooth_k"_a, "exp"_a);
+  module.def("backward_fp8", &backward_fp8, "operands"_a, "grad_o"_a, "grad_lse"_a.none(), "o"_a,
+             "lse"_a, "grads"_a.none(), "head_dim"_a, "keys"_a, "call"_a, "block_q"_a, "block_k"_a,
+             "smooth_k"_a, "deterministic"_a);
+  module.def("explain_backward_fp8", &explain_backward_fp8, "q"_a, "k"_a, "v"_a, "call"_a,
+             "block_q"_a, "block_k"_a, "smooth_k"_a, "deterministic"_a);
 }
 
 }  // namespace pantile::python

@@ -216,6 +216,21 @@ unsigned plan_and_run(const Request& request, Problem* problem, const Tensors& t
   return 0;
 }
 
+// Raises what plan_and_run() would raise of a problem that no kernel serves, and does nothing else.
+template <class Plan, class Problem>
+void raise_unless_served(const Request& request, const Problem& problem) {
+  Status status;
+  const DeviceProps device = properties_of(request.device);
+  if (plan_cache<Problem, Plan>().find(problem, device, request.options, &status) != nullptr) {
+    return;
+  }
+  if (status.code() == StatusCode::unsupported && request.backend_preferred) {
+    raise_unless_served<Plan>(of_any_backend(request), problem);
+    return;
+  }
+  raise_unless_ok(status);
+}
+
 // ---- explanations -------
 
 inline int explain_problem(const ForwardProblem& problem, const DeviceProps& device,

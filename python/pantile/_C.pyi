@@ -243,6 +243,34 @@ def explain_fp8(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Quantising, the forward and dequantising, in the fields of pantile.PassExplanation."""
 
+def backward_fp8(
+    operands: tuple[Any, ...],
+    grad_o: Any,
+    grad_lse: Any | None,
+    o: Any,
+    lse: Any,
+    grads: tuple[Any, Any, Any] | None,
+    head_dim: int,
+    keys: int,
+    call: Call,
+    block_q: int,
+    block_k: int,
+    smooth_k: bool,
+    deterministic: bool,
+) -> None:
+    """Of the operands nonfinite_v and mean_k may be None. Without grads it only raises where no
+    kernel serves."""
+
+def explain_backward_fp8(
+    q: Any,
+    k: Any,
+    v: Any,
+    call: Call,
+    block_q: int,
+    block_k: int,
+    smooth_k: bool,
+    deterministic: bool,
+) -> dict[str, Any]: ...
 def check_sequences(call: Call, total_q: int, total_k: int, page_size: int = 0) -> None:
     """Checks the contents of the call's arrays, which must be in host memory."""
 

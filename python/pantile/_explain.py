@@ -156,13 +156,16 @@ def explain_call(
 
 
 def explain_fp8_call(
-    operands, rounded, call: _C.Call, fp8: tuple, deterministic: bool, verbose: bool, saved
+    operands, rounded, call: _C.Call, fp8: tuple, how: tuple[str, bool, bool], saved: int
 ) -> Explanation:
-    """``rounded``: the operands as the backward takes them; ``fp8``: the format and fp8_exp;
-    ``saved``: bytes, and whether the backward works on what the codes stand for."""
+    """``rounded``: the operands as a 16-bit backward takes them; ``fp8``: the format and fp8_exp;
+    ``how``: fp8_backward, deterministic and verbose; ``saved``: bytes."""
+    mode, deterministic, verbose = how
     quantize, forward, dequantize = map(_pass, _C.explain_fp8(*operands, call, *fp8))
-    backward = _pass(_C.explain(*rounded, call, deterministic)[1])
-    saved_bytes, of_codes = saved
-    numbers = dequantize if of_codes else None
+    if mode == "full":
+        backward = _pass(_C.explain_backward_fp8(*operands, call, *fp8[:2], fp8[3], deterministic))
+    else:
+        backward = _pass(_C.explain(*rounded, call, deterministic)[1])
+    numbers = dequantize if mode == "bf16" else None
     read = _read_as(operands)
-    return Explanation(forward, backward, quantize, numbers, saved_bytes, verbose, read)
+    return Explanation(forward, backward, quantize, numbers, saved, verbose, read)

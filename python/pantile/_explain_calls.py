@@ -153,9 +153,10 @@ def explain(
     _require_torch(engine)
     rounded = _fp8_ops().like_backward(operands)
     fp8 = (*FP8_FORMAT, options.fp8_exp)
-    of_codes = options.fp8_backward == "bf16"
-    saved = _fp8_ops().saved_bytes(operands, call, FP8_FORMAT, of_codes), of_codes
-    return explain_fp8_call(operands, rounded, call, fp8, deterministic, verbose, saved)
+    mode = options.fp8_backward
+    saved = _fp8_ops().saved_bytes(operands, call, FP8_FORMAT, mode != "recompute")
+    how = mode, deterministic, verbose
+    return explain_fp8_call(operands, rounded, call, fp8, how, saved)
 
 
 def compile(  # noqa: A001 (read as pantile.compile)

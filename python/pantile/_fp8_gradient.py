@@ -9,7 +9,10 @@ as the largest scores err; that error grows with the scores and feeds itself thr
 ``"recompute"``: the gradient of the unquantised attention. A 16-bit forward on q, k and v gives it
 an O and LSE of its own.
 
-Quantising counts as the identity in both. Inputs in float32 are rounded to bfloat16.
+``"full"``: the same with all five products of e4m3 numbers; dO, P and dS are rounded to e4m3, too,
+and delta is made of the rounded dO (the operator ``pantile::fp8_backward``).
+
+Quantising counts as the identity in all of them. Inputs in float32 are rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from pantile import _ops
 from pantile._direct import run_backward
 from pantile._fast_path import present, takes_short_cut
+from pantile._fp8_backward import fp8_backward_op, require_kernel, run_fp8_backward
 from pantile._fp8_codes import (
     Sequences,
     hadamard_group,
@@ -113,23 +117,46 @@ def _run_backward(tensors: tuple, call: Any, deterministic: bool) -> tuple:
     return _ops.backward_op(*tensors, *call, deterministic)
 
 
-def _paired(ctx, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple:
-    """The gradients of q, k and v at what the codes stand for."""
-    call, form, deterministic = ctx.how
-    count = len(Codes._fields)
-    codes = Codes(*ctx.saved_tensors[:count])
-    o, lse, *lengths = ctx.saved_tensors[count:]
-    call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
-    bounds = call.cu_seqlens_q, call.cu_seqlens_k
+def _at_the_numbers(
+    codes: Codes, form: Form, call: Any, outputs: tuple, above: tuple, det
+) -> tuple:
+    """Gradients by the 16-bit backward; rotated."""
+    o, lse = outputs
     tensors = (
-        torch.zeros_like(o) if grad_o is None else grad_o,
-        grad_lse,
+        *above,
         *numbers_of(codes, form, call, o.dtype, True),
         o,
         None,
         _lse_of_smoothed_keys(codes, form, call, lse) if form.smooth_k else lse,
     )
-    grads = list(_run_backward(tensors, call, deterministic))
+    return _run_backward(tensors, call, det)
+
+
+def _in_fp8(codes: Codes, form: Form, call: Any, outputs: tuple, above: tuple, det) -> tuple:
+    """Gradients by products of e4m3 numbers; rotated."""
+    *operands, q_dot_mean, _ = codes
+    tensors = (*above, *operands, q_dot_mean, *outputs)
+    short = not torch.is_grad_enabled() and takes_short_cut(present((*tensors, *lengths_of(call))))
+    run = run_fp8_backward if short else fp8_backward_op
+    flags = form.block_q, form.block_k, form.smooth_k, det
+    grads = run(*tensors, *call, *form[:4], *flags)
+    if form.hadamard:
+        return grads
+    balance = rotation_balance(form.head_dim)
+    return grads[0] / balance, grads[1] * balance, grads[2]
+
+
+def _paired(ctx, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple:
+    """The gradients of q, k and v at what the codes stand for."""
+    call, form, deterministic, mode = ctx.how
+    count = len(Codes._fields)
+    codes = Codes(*ctx.saved_tensors[:count])
+    o, lse, *lengths = ctx.saved_tensors[count:]
+    call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
+    bounds = call.cu_seqlens_q, call.cu_seqlens_k
+    above = torch.zeros_like(o) if grad_o is None else grad_o, grad_lse
+    run = _in_fp8 if mode == "full" else _at_the_numbers
+    grads = list(run(codes, form, call, (o, lse), above, deterministic))
     grads[:2] = _rotated_back(*grads[:2], form)
     if form.smooth_k and grad_lse is not None:
         # LSE holds scale * q . mean(K) besides that of the smoothed keys.
@@ -186,7 +213,10 @@ class Fp8Attention(torch.autograd.Function):
         else:
             codes = (getattr(a, name) for name in Codes._fields)
             ctx.save_for_backward(*codes, o, lse, *lengths_of(a.call))
-            ctx.how = (call, Form(*(getattr(a, name) for name in Form._fields)), a.deterministic)
+            form = Form(*(getattr(a, name) for name in Form._fields))
+            ctx.how = (call, form, a.deterministic, a.fp8_backward)
+            if a.fp8_backward == "full":
+                require_kernel(a, o, lse)
         ctx.recomputes = a.fp8_backward == "recompute"
         ctx.dtypes = q.dtype, k.dtype, v.dtype
         ctx.set_materialize_grads(False)

@@ -12,8 +12,8 @@ import sys
 # Those that register something with torch, and those whose types their answers have.
 MODULES = (
     *("_C", "_schema", "_quantized", "_torch_private", "_runtime", "_direct", "_fast_path"),
-    *("_ops", "_fp8_numbers", "_fp8_gradient", "_fp8_ops", "_variants", "_variant_ops"),
-    *("_expressions", "_mask_forms", "_out", "_kv_ops", "_watch", "_shadow"),
+    *("_ops", "_fp8_numbers", "_fp8_backward", "_fp8_gradient", "_fp8_ops", "_variants"),
+    *("_variant_ops", "_expressions", "_mask_forms", "_out", "_kv_ops", "_watch", "_shadow"),
 )
 ATTRIBUTE = "_modules_of_pantile"  # of torch.ops.pantile, which lives as long as the operators
 

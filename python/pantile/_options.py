@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "hopper", "ampere", "cpu", "reference", "torch")
 FP8_EXPS = ("code", "mixed", "exp2")
-FP8_BACKWARDS = ("bf16", "recompute")
+FP8_BACKWARDS = ("bf16", "full", "recompute")
 FLOAT32_PRECISIONS = ("auto", "highest", "tf32")
 _LOG_LEVELS = ("debug", "info", "warning")
 
@@ -68,6 +68,8 @@ class Options:
         ``"exp2"`` rounds the true exponential; ``"mixed"`` does each for half of them.
     fp8_backward: what the backward of FP8 attention works on. ``"bf16"``: on what the codes stand
         for, with the O and LSE of the FP8 forward; the gradients carry the rounding of FP8.
+        ``"full"``: on the codes themselves, with all five products in FP8, for which dO, P and dS
+        become FP8 as well. It needs blocks of 128 and runs on the CPU; no GPU has a kernel for it.
         ``"recompute"``: on q, k and v as they came, for which it runs a 16-bit forward again; the
         gradients are those of the unquantised attention (docs/fp8.md).
     output_dtype: ``None`` gives o the dtype of q. ``"float32"`` (or ``torch.float32``) gives it as
@@ -91,7 +93,7 @@ class Options:
     checked: bool = False
     fp8: bool = False
     fp8_exp: Literal["code", "mixed", "exp2"] = "code"
-    fp8_backward: Literal["bf16", "recompute"] = "recompute"
+    fp8_backward: Literal["bf16", "full", "recompute"] = "recompute"
     output_dtype: torch.dtype | type | Literal["float32"] | None = None
     softmax: Literal["auto", "vector", "tensor"] | SoftmaxOptions = DEFAULT_UNIT
 

@@ -196,6 +196,16 @@ FP8_FORWARD = Signature(
     "bool checked",
     "Tensor o, Tensor lse",
 )
+# The gradients of rotated q and k stay rotated; those of q are multiplied by
+# core::rotation_balance, those of k divided.
+FP8_BACKWARD = Signature(
+    "fp8_backward",
+    "Tensor grad_o, Tensor? grad_lse, Tensor codes_q, Tensor codes_k, Tensor codes_v, "
+    "Tensor scale_q, Tensor scale_kv, Tensor q_dot_mean, Tensor o, Tensor lse",
+    "SymInt batch, SymInt rows, SymInt keys, SymInt head_dim, int block_q, int block_k, "
+    "bool smooth_k, bool deterministic",
+    "Tensor grad_q, Tensor grad_k, Tensor grad_v",
+)
 
 _STUB_TYPES = {
     "Tensor?": "Any | None",

@@ -194,6 +194,34 @@ TEST(Quantize, SizesOfDenseOperands) {
   EXPECT_EQ(quantized_sizes(p).mean_k, 0);
 }
 
+TEST(Fp8Backward, RunsOnTheCpuWithBlocksOf128) {
+  BackwardPlan plan;
+  const BackwardProblem problem = backward_problem(fp8_problem());
+  ASSERT_TRUE(plan_backward(problem, cpu_device(), {}, &plan).ok());
+  EXPECT_STREQ(plan.kernel->name, "cpu_backward_e4m3");
+  EXPECT_EQ(plan.tile_q, 64);
+  EXPECT_EQ(plan.tile_k, 128);
+  EXPECT_GT(plan.workspace.bytes, 0u);
+  BackwardProblem other = problem;
+  other.forward.fp8.block_q = 64;
+  EXPECT_STREQ(plan_backward(other, cpu_device(), {}, &plan).message(),
+               "forward.fp8.block_q is 64; it must be 128 in a backward problem");
+  other = problem;
+  other.forward.fp8.block_k = 64;
+  EXPECT_STREQ(plan_backward(other, cpu_device(), {}, &plan).message(),
+               "forward.fp8.block_k is 64; it must be 128 in a backward problem");
+}
+
+TEST(Fp8Backward, VariantsAreRefusedByName) {
+  BackwardPlan plan;
+  BackwardProblem problem = backward_problem(fp8_problem());
+  problem.forward.variant.softcap = 20.0f;
+  const Status status = plan_backward(problem, cpu_device(), {}, &plan);
+  EXPECT_EQ(status.code(), StatusCode::unsupported);
+  EXPECT_NE(std::string(status.message()).find("cpu: does not serve softcap"), std::string::npos)
+      << status.message();
+}
+
 TEST(Quantize, SizesOfPackedOperandsHoldAnyLengths) {
   ForwardProblem p = packed_problem();  // 2048 rows of two sequences
   p.dtype = DType::e4m3;

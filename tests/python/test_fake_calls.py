@@ -198,7 +198,7 @@ WRONG = {
     "fp8 block": ("fp8_forward", lambda: fp8_forward(block_q=0)),
     "quantize block 0": ("quantize", lambda: quantize(block_q=0)),
     "fp8 exp": ("fp8_forward", lambda: fp8_forward(fp8_exp="exp")),
-    "fp8 backward": ("fp8_forward", lambda: fp8_forward(fp8_backward="full")),
+    "fp8 backward": ("fp8_forward", lambda: fp8_forward(fp8_backward="outputs")),
     "codes_q of numbers": ("dequantize", lambda: dequantize(codes_q=z(4, 384, 16, dtype=E4M3))),
     "scale_kv of numbers": ("dequantize", lambda: dequantize(scale_kv=z(2, 2))),
     "rows of numbers": ("dequantize", lambda: dequantize(rows=400)),

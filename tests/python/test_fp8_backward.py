@@ -292,7 +292,7 @@ def test_emulation_agrees_with_the_library():
 # ---- torch
 
 
-@pytest.mark.parametrize("backward", ["bf16", "recompute"])
+@pytest.mark.parametrize("backward", ["bf16", "full", "recompute"])
 def test_saved_bytes_are_those_that_explain_tells(backward):
     """q, k and v are not kept beside their codes."""
     options = pantile.Options(fp8=True, fp8_backward=backward)
@@ -310,7 +310,8 @@ def test_saved_bytes_are_those_that_explain_tells(backward):
     assert f"saved for the backward: {plan.saved_bytes} bytes" in str(plan)
     assert ("dequantize: cpu_quantize_bf16" in str(plan)) == (backward == "bf16")
     assert any(x.data_ptr() in kept for x in tensors) == (backward == "recompute")
-    assert (o.data_ptr() in kept) == (backward == "bf16")
+    assert (o.data_ptr() in kept) == (backward != "recompute")
+    assert ("cpu_backward_e4m3" in str(plan)) == (backward == "full")
 
 
 def test_opcheck():
@@ -367,7 +368,7 @@ def test_vmap_of_grad():
 def test_short_training_runs_follow_each_other():
     """A two-layer net learns to copy by attention, as fast with either backward."""
     losses = {}
-    for backward in ("recompute", "bf16"):
+    for backward in ("recompute", "bf16", "full"):
         torch.manual_seed(0)
         options = pantile.Options(fp8=True, fp8_backward=backward)
         inner, outer = torch.nn.Linear(32, 3 * 64), torch.nn.Linear(64, 32)
@@ -384,6 +385,7 @@ def test_short_training_runs_follow_each_other():
         losses[backward] = loss.item()
     assert losses["bf16"] < 0.3 * data.mean(1).square().mean().item()
     assert losses["bf16"] == pytest.approx(losses["recompute"], rel=0.2)
+    assert losses["full"] == pytest.approx(losses["recompute"], rel=0.2)
 
 
 # ---- bad input
@@ -393,9 +395,9 @@ def bad_input_cases() -> dict:
     made = pantile.fp8.quantize(*(normal(1, 5, 1, 64, seed=i) for i in range(3)))
     return {
         "option": (
-            lambda: pantile.Options(fp8_backward="full"),
+            lambda: pantile.Options(fp8_backward="outputs"),
             ValueError,
-            "fp8_backward is 'full'; it must be one of bf16, recompute",
+            "fp8_backward is 'outputs'; it must be one of bf16, full, recompute",
         ),
         "operands": (
             lambda: pantile.fp8.dequantize(torch.ones(2)),

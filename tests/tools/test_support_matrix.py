@@ -24,6 +24,7 @@ def project(tmp_path, monkeypatch):
         "cuda/kernels.def": KERNELS,
         "cpp/host/kernel_table.cc": 'cpu_forward("cpu_forward_f32", DType::f32)\n'
         'cpu_forward_fp8("cpu_forward_e4m3", DType::e4m3)\n'
+        'cpu_backward_fp8("cpu_backward_e4m3", DType::e4m3)\n'
         'cpu_decode("cpu_decode_f16", DType::f16)\n'
         'cpu_append("cpu_append_f32", Backend::cpu, DType::f32)\n',
         "cpp/include/pantile/kv.h": "inline constexpr int kMaxKvHeadDim = 700;",
@@ -64,6 +65,7 @@ def test_features_come_from_the_kernel_table(project):
     assert found["backward"] == ["f16", "no", "no"]
     assert found["kernels for head dims, forward"] == ["64, 192x128", "32", "1 to 500"]
     assert found["FP8 (e4m3) kernels for head dims, forward"] == ["96", "no", "1 to 200"]
+    assert found["FP8 (e4m3) kernels for head dims, backward"] == ["no", "no", "1 to 200"]
     assert found["[decode over a KV cache](docs/inference.md)"] == ["bf16", "no", "f16"]
     assert found["decode, kernels for head dims"] == ["80", "no", "1 to 700"]
     assert found["append to a KV cache, with rotary"] == ["no", "f16", "f32"]
