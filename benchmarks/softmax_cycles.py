@@ -34,6 +34,20 @@ H200 = Chip("H200", 6.4, 6.2, 1, 2, 8, 2, 620, 1.26)
 A100 = Chip("A100", 8, 8, 2, 2, 8, 2, 312, 0.63)
 CHIPS = {chip.name: chip for chip in (A100, H200)}
 
+# Chips that nobody measured, by what their row of cuda/ampere/forward/softmax_choice.h rests on:
+# 1024, 512 or 256 16-bit products a clock and multiprocessor of NVIDIA's tables, FP32 on all lanes.
+# GeForce cards halve the products that add in FP32. `exposed`: the range of the fitted chips.
+MODELLED = {
+    (8, 0): [A100],
+    (8, 6): [Chip("A40", 16, 16, 1, 2, 8, 2, 0, x) for x in (0.63, 1.26)]
+    + [Chip("RTX 3090", 32, 32, 1, 2, 8, 2, 0, x) for x in (0.63, 1.26)],
+    (8, 7): [Chip("Orin", 8, 8, 1, 2, 8, 2, 0, 0.63)],
+    (8, 9): [Chip("L40", 16, 16, 1, 2, 8, 2, 0, x) for x in (0.63, 1.26)]
+    + [Chip("RTX 4090", 32, 32, 1, 2, 8, 2, 0, x) for x in (0.63, 1.26)],
+    (9, 0): [H200],
+    (12, 0): [Chip("RTX 5090", 32, 32, 1, 2, 8, 2, 0, x) for x in (0.63, 1.26)],
+}
+
 # mode -> (rescale always, row sum on tensor cores, share scaled on tensor cores, scale in Q)
 MODES = {
     "vector, always": (True, False, 0.0, False),

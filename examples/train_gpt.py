@@ -10,6 +10,14 @@ largest difference, tokens per second and peak memory, and writes ``losses.json`
     python examples/train_gpt.py                              # a few minutes on a laptop
     python examples/train_gpt.py --preset large --attention pantile,flash,cudnn   # H100 or H200
     python examples/train_gpt.py --attention pantile,pantile-fp8                  # bf16 against FP8
+    python examples/train_gpt.py --preset large --contexts 2048,8192 \
+        --attention pantile-ampere-vector,pantile-ampere-tensor,flash,cudnn,math
+
+With ``--contexts`` all attentions run at each length, with as many tokens a step as the preset, and
+each length has a folder of its own; ``steps.json`` and ``steps.png`` hold the time of a step and
+the peak memory of them all. An attention that does not serve the model is named and left out.
+Gradient norms are in ``losses.json``. A step whose loss or gradient norm is NaN or infinite ends
+the program with a message that names the step and the first such gradient.
 
 ``pantile-fp8`` and ``pantile-fp8-recompute`` differ in their backward (docs/fp8.md). With
 ``--compare-gradients N`` every N steps the gradients of each run are compared with those of
@@ -21,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import pathlib
@@ -28,7 +37,7 @@ import re
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pantile
@@ -84,6 +93,10 @@ def attend_pantile_fp8_recompute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return pantile.attention(q, k, v, causal=True, options=FP8_RECOMPUTE)
 
 
+def attend_pantile_ampere(q: Tensor, k: Tensor, v: Tensor, *, softmax: str) -> Tensor:
+    return pantile.attention(q, k, v, causal=True, options=AMPERE[softmax])
+
+
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
@@ -92,12 +105,24 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # Forward in FP8; backward in bf16, of what the codes stand for or of q, k and v as they came.
 FP8 = pantile.Options(fp8=True, fp8_backward="bf16")
 FP8_RECOMPUTE = pantile.Options(fp8=True, fp8_backward="recompute")
+# The Ampere kernels, on any GPU from compute capability 8.0 on; on 9.0 they need a build with
+# PANTILE_AMPERE_ON_HOPPER. FlashAttention-T off and on: docs/design/flashattention-t.md.
+AMPERE = {
+    softmax: pantile.Options(backend="ampere", softmax=softmax) for softmax in ("vector", "tensor")
+}
 
 # name -> (function, SDPA backend to force, or None to leave torch its choice)
 ATTENTION = {
     "pantile": (attend_pantile, None),
     "pantile-fp8": (attend_pantile_fp8, None),
     "pantile-fp8-recompute": (attend_pantile_fp8_recompute, None),
+    **{
+        f"pantile-ampere-{softmax}": (
+            functools.partial(attend_pantile_ampere, softmax=softmax),
+            None,
+        )
+        for softmax in AMPERE
+    },
     "sdpa": (attend_sdpa, None),
     "flash": (attend_sdpa, SDPBackend.FLASH_ATTENTION),
     "cudnn": (attend_sdpa, SDPBackend.CUDNN_ATTENTION),
@@ -242,6 +267,26 @@ def compare_gradients(model: ByteGPT, window: Tensor, precision, step: int) -> d
     }
 
 
+class NonFiniteStepError(RuntimeError):
+    """A loss or gradient that is NaN or infinite: nothing after it says anything."""
+
+
+def require_finite(name: str, step: int, loss: float, norm: float, model: nn.Module) -> None:
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    wrong = [
+        key
+        for key, parameter in model.named_parameters()
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
+    ]
+    gradients = f"; first of {len(wrong)} such gradients: {wrong[0]}" if wrong else ""
+    raise NonFiniteStepError(
+        f"{name}: step {step} has loss {loss:g} and gradient norm {norm:g}, which must be finite"
+        f"{gradients}. The run ends here; pantile.shadow() around it tells whether the attention "
+        "is at fault"
+    )
+
+
 def train(
     name: str, preset: Preset, text: torch.Tensor, device: torch.device, seed: int, every: int
 ) -> Run:
@@ -279,9 +324,10 @@ def train(
             schedule.step()
             losses.append(loss.item())  # waits for the device, so the clock below is honest
             norms.append(norm.item())
+            require_finite(name, step, losses[-1], norms[-1], model)
             if not compared:
                 seconds.append(time.perf_counter() - started)
-            progress.set_postfix(loss=f"{losses[-1]:.4f}")
+            progress.set_postfix(loss=f"{losses[-1]:.4f}", norm=f"{norms[-1]:.2f}")
     steady = sorted(seconds[min(5, len(seconds) - 1) :])
     median = steady[len(steady) // 2]
     rate = preset.batch * preset.context / median
@@ -331,6 +377,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="training steps (default: the preset's)")
     parser.add_argument("--batch", type=int, help="sequences per step (default: the preset's)")
     parser.add_argument("--context", type=int, help="tokens per sequence (default: the preset's)")
+    parser.add_argument(
+        "--contexts",
+        metavar="A,B",
+        help="tokens per sequence of several rounds, each with the preset's tokens per step",
+    )
     parser.add_argument("--qk-norm", action="store_true", help="normalise q and k")
     parser.add_argument(
         "--outliers", type=float, default=1.0, help="factor of a channel of K (default 1)"
@@ -359,7 +410,90 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--{name} is {value}; it must be a positive integer")
     if torch.device(arguments.device).type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device {arguments.device}: torch sees no CUDA device")
+    lengths = [] if arguments.contexts is None else arguments.contexts.split(",")
+    if not all(length.isdecimal() and int(length) > 0 for length in lengths):
+        parser.error(f"--contexts is {arguments.contexts!r}; it must be numbers above 0: 2048,8192")
+    if lengths and (arguments.context is not None or arguments.batch is not None):
+        parser.error("--contexts is given; it takes the place of --context and --batch")
+    arguments.contexts = [int(length) for length in lengths]
     return arguments
+
+
+def train_all(
+    arguments: argparse.Namespace,
+    preset: Preset,
+    text: torch.Tensor,
+    device: torch.device,
+    skip: bool,
+) -> list[Run]:
+    """``skip``: names what does not serve the model, or not in this memory, and goes on."""
+    runs = []
+    for name in arguments.attention.split(","):
+        try:
+            run = train(name, preset, text, device, arguments.seed, arguments.compare_gradients)
+        except (pantile.UnsupportedError, torch.OutOfMemoryError) as error:
+            if not skip:
+                raise
+            print(f"{name} left out at context {preset.context}: {str(error).splitlines()[0]}")
+            continue
+        runs.append(run)
+    return runs
+
+
+def print_runs(runs: list[Run], steps: int) -> None:
+    print(
+        f"\n{'attention':>21} {'first loss':>11} {'last loss':>10} {'tokens/s':>10} "
+        f"{'ms/step':>8} {'peak GiB':>9} {'norm':>6}"
+    )
+    for run in runs:
+        print(
+            f"{run.attention:>21} {run.losses[0]:>11.4f} {run.losses[-1]:>10.4f} "
+            f"{run.tokens_per_second:>10,.0f} {run.step_seconds * 1e3:>8.1f} "
+            f"{run.peak_bytes / GIB:>9.2f} {run.gradient_norms[-1]:>6.2f}"
+        )
+    for run in runs[1:]:
+        largest = max(abs(a - b) for a, b in zip(runs[0].losses, run.losses, strict=True))
+        print(
+            f"largest loss difference, {runs[0].attention} against {run.attention}: "
+            f"{largest:.2e} over {steps} steps"
+        )
+        last = max(1, steps // 10)
+        first_mean, mean = (sum(r.losses[-last:]) / last for r in (runs[0], run))
+        print(
+            f"mean loss of the last {last} steps: {first_mean:.4f} and {mean:.4f}, "
+            f"{mean / first_mean - 1:+.2%}"
+        )
+    for run in runs:
+        if run.gradients:
+            cosines = [min(found["cosine"]) for found in run.gradients]
+            print(f"{run.attention}: least cosine of a layer's gradients {min(cosines):.4f}")
+
+
+def plot_steps(rounds: dict[int, list[Run]], device_name: str, path: pathlib.Path) -> None:
+    """Bars of step time and peak memory, by context and attention."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(run.attention for runs in rounds.values() for run in runs))
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, title in zip(axes, ("ms a step", "peak memory, GiB"), strict=True):
+        for place, name in enumerate(names):
+            found = {c: r for c, runs in rounds.items() for r in runs if r.attention == name}
+            at = [list(rounds).index(c) + 0.8 * place / len(names) for c in found]
+            heights = [
+                run.step_seconds * 1e3 if axis is axes[0] else run.peak_bytes / GIB
+                for run in found.values()
+            ]
+            bars = axis.bar(at, heights, 0.8 / len(names), align="edge", label=name)
+            axis.bar_label(bars, fmt="%.3g", fontsize=7)
+        axis.set_xticks([i + 0.4 for i in range(len(rounds))], [f"{c} tokens" for c in rounds])
+        axis.set_title(title, fontsize=10)
+    axes[0].legend(fontsize=7)
+    figure.suptitle(f"training step of a byte-level GPT, {device_name}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def main() -> None:
@@ -378,6 +512,25 @@ def main() -> None:
         else (f"CPU, {torch.get_num_threads()} threads")
     )
     text = load_text()
+    tokens = preset.batch * preset.context
+    rounds = {}
+    for context in arguments.contexts or [preset.context]:
+        batch = max(1, tokens // context) if arguments.contexts else preset.batch
+        changed = replace(preset, context=context, batch=batch)
+        out = arguments.out / str(context) if arguments.contexts else arguments.out
+        rounds[context] = run_round(arguments, changed, text, device, device_name, out)
+    if arguments.contexts:
+        write_steps(arguments, rounds, device_name)
+
+
+def run_round(
+    arguments: argparse.Namespace,
+    preset: Preset,
+    text: torch.Tensor,
+    device: torch.device,
+    device_name: str,
+    out: pathlib.Path,
+) -> list[Run]:
     if preset.context >= len(text):
         sys.exit(
             f"--context is {preset.context}; the text has {len(text)} bytes, one more is needed"
@@ -391,41 +544,9 @@ def main() -> None:
         f"text: {len(text):,} bytes of pydoc_data.topics; {preset.steps} steps of "
         f"{preset.batch} x {preset.context} tokens; {device_name}"
     )
-
-    runs = [
-        train(name, preset, text, device, arguments.seed, arguments.compare_gradients)
-        for name in arguments.attention.split(",")
-    ]
-
-    print(
-        f"\n{'attention':>21} {'first loss':>11} {'last loss':>10} {'tokens/s':>10} "
-        f"{'ms/step':>8} {'peak GiB':>9}"
-    )
-    for run in runs:
-        print(
-            f"{run.attention:>21} {run.losses[0]:>11.4f} {run.losses[-1]:>10.4f} "
-            f"{run.tokens_per_second:>10,.0f} {run.step_seconds * 1e3:>8.1f} "
-            f"{run.peak_bytes / GIB:>9.2f}"
-        )
-    for run in runs[1:]:
-        largest = max(abs(a - b) for a, b in zip(runs[0].losses, run.losses, strict=True))
-        print(
-            f"largest loss difference, {runs[0].attention} against {run.attention}: "
-            f"{largest:.2e} over {preset.steps} steps"
-        )
-        last = max(1, preset.steps // 10)
-        first_mean, mean = (sum(r.losses[-last:]) / last for r in (runs[0], run))
-        print(
-            f"mean loss of the last {last} steps: {first_mean:.4f} and {mean:.4f}, "
-            f"{mean / first_mean - 1:+.2%}"
-        )
-
-    for run in runs:
-        if run.gradients:
-            cosines = [min(found["cosine"]) for found in run.gradients]
-            print(f"{run.attention}: least cosine of a layer's gradients {min(cosines):.4f}")
-
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    runs = train_all(arguments, preset, text, device, skip=bool(arguments.contexts))
+    print_runs(runs, preset.steps)
+    out.mkdir(parents=True, exist_ok=True)
     report = {
         "preset": arguments.preset,
         "device": device_name,
@@ -436,9 +557,31 @@ def main() -> None:
         **asdict(preset),
         "runs": [asdict(run) for run in runs],
     }
-    (arguments.out / "losses.json").write_text(json.dumps(report) + "\n")
-    plot(runs, arguments.preset, device_name, arguments.out / "losses.png")
-    print(f"wrote {arguments.out / 'losses.json'} and {arguments.out / 'losses.png'}")
+    (out / "losses.json").write_text(json.dumps(report) + "\n")
+    plot(runs, arguments.preset, device_name, out / "losses.png")
+    print(f"wrote {out / 'losses.json'} and {out / 'losses.png'}")
+    return runs
+
+
+def write_steps(
+    arguments: argparse.Namespace, rounds: dict[int, list[Run]], device_name: str
+) -> None:
+    records = [
+        {
+            "context": context,
+            "attention": run.attention,
+            "step_seconds": run.step_seconds,
+            "peak_bytes": run.peak_bytes,
+            "last_loss": run.losses[-1],
+            "largest_gradient_norm": max(run.gradient_norms),
+        }
+        for context, runs in rounds.items()
+        for run in runs
+    ]
+    report = {"device": device_name, "commit": measure.commit(), "steps": records}
+    (arguments.out / "steps.json").write_text(json.dumps(report) + "\n")
+    plot_steps(rounds, device_name, arguments.out / "steps.png")
+    print(f"wrote {arguments.out / 'steps.json'} and {arguments.out / 'steps.png'}")
 
 
 if __name__ == "__main__":

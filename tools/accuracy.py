@@ -4,6 +4,7 @@
     python tools/accuracy.py                                 # CPU, small lengths, a table
     python tools/accuracy.py --device cuda --out benchmarks/results/h200_accuracy.jsonl
     python tools/accuracy.py --only gradients --device cuda  # K and V with a common part
+    python tools/accuracy.py --only modes --device cuda      # every softmax, to 131,072 keys
     python tools/accuracy.py --golden                        # rewrite tests/golden/accuracy.json,
     python tools/accuracy.py --golden --device cuda          # and its GPU sections
 
@@ -13,6 +14,12 @@ Inputs are drawn on the CPU from a fixed seed, so every machine sees the same on
     outlier  N(0, 1) + N(0, 100) * Bernoulli(0.001), the law of FlashAttention-3's FP8 table
     shifted  V has mean 1: a biased accumulator shows
     peaked   Q eight times as large: nearly one-hot rows
+
+for the softmax modes of the Ampere forward (`--only modes`, without LSE, which would choose the
+vector softmax; docs/design/flashattention-t.md):
+
+    growing  keys in the order in which they are visited bring ever larger scores
+    uniform  Q a thousandth, V of mean 1: all weights nearly equal, sums of one sign
 
 and for gradients: K and V offset by 3; channel means of K of 3 sigma, V of mean 1; the same with
 outliers in Q, K and V. Ours is there also as it would be without the low bits of O.
@@ -39,10 +46,21 @@ from unittest import mock
 
 import pantile
 import torch
-from accuracy_cases import DTYPES, GRADIENT_LAWS, LAWS, Case, Tensors, draw, errors, exact
+from accuracy_cases import (
+    DTYPES,
+    GRADIENT_LAWS,
+    LAWS,
+    MODE_LAWS,
+    Case,
+    Tensors,
+    draw,
+    errors,
+    exact,
+)
 from accuracy_fp8 import FP8_METHODS, fp8_pantile
 from pantile import reference
 from pantile.bench import harness, peers
+from pantile.experimental import SoftmaxOptions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -50,7 +68,20 @@ GOLDEN = ROOT / "tests/golden/accuracy.json"
 WORSE = 1.25
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
 BACKWARD = ("dq", "dk", "dv")
-MOST_TEXTBOOK = 8192  # longest sequence for implementations that store the scores
+MOST_TEXTBOOK = 8192**2  # scores of a head that implementations may store
+# Of the Ampere forward; all but the first four need a build with PANTILE_EXPERIMENTS.
+SOFTMAXES: dict[str, dict] = {
+    "auto": {},
+    "vector": {"softmax": "vector"},
+    "vector, always": {"softmax": "vector", "rescale_threshold": 0},
+    "tensor": {"softmax": "tensor"},
+    "share 1/4": {"softmax": "tensor", "tensor_share": 0.25},
+    "share 1/2": {"softmax": "tensor", "tensor_share": 0.5},
+    "share 1/2 rows": {"softmax": "tensor", "tensor_share": 0.5, "tensor_split": "rows"},
+    "share 1": {"softmax": "tensor", "tensor_share": 1},
+    "surrogate": {"softmax": "tensor", "softmax_mode": "surrogate"},
+    "fast_scale": {"softmax": "tensor", "softmax_mode": "fast_scale"},
+}
 
 
 # ---- implementations: each gives its results, or raises what it raises
@@ -95,7 +126,7 @@ def run_sdpa(backend, case: Case, inputs: Tensors, backward: bool) -> Tensors:
 
 def run_textbook(case: Case, inputs: Tensors, backward: bool) -> Tensors:
     """Every step in the case's dtype, as a program of framework operations does it."""
-    if case.length > MOST_TEXTBOOK:
+    if case.length * (case.queries or case.length) > MOST_TEXTBOOK:
         raise RuntimeError("the score matrix is too large")
 
     def forward(q, k, v):
@@ -103,6 +134,14 @@ def run_textbook(case: Case, inputs: Tensors, backward: bool) -> Tensors:
         return {"o": o, "lse": lse}
 
     return _with_gradients(case, inputs, backward, forward)
+
+
+def run_softmax(backend: str, name: str, case: Case, inputs: Tensors, _backward: bool) -> Tensors:
+    """O of a call that returns no LSE."""
+    q, k, v = (inputs[n].to(DTYPES[case.dtype]) for n in ("q", "k", "v"))
+    softmax = SoftmaxOptions(**{"softmax": "auto", "tensor_share": None, **SOFTMAXES[name]})
+    options = pantile.Options(backend=backend, softmax=softmax)
+    return {"o": pantile.attention(q, k, v, causal=case.causal, options=options)}
 
 
 def run_fa3(case: Case, inputs: Tensors, backward: bool) -> Tensors:
@@ -129,6 +168,13 @@ def implementations(device: str, rounded: bool = False) -> dict[str, Method]:
         "FA2 (torch)": partial(run_sdpa, SDPBackend.FLASH_ATTENTION),
         "textbook": run_textbook,
     }
+
+
+def modes(device: str) -> dict[str, Method]:
+    """Each softmax that a backend has; the CPU has one."""
+    backend, names = ("ampere", SOFTMAXES) if device == "cuda" else ("cpu", ("auto", "vector"))
+    methods = {f"pantile {backend}, {x}": partial(run_softmax, backend, x) for x in names}
+    return methods | {"textbook": run_textbook}
 
 
 # ---- rows
@@ -199,6 +245,17 @@ def gradient_cases(device: str) -> list[Case]:
     laws = ("normal", *GRADIENT_LAWS)
     every = itertools.product(laws, lengths, ("bf16", "f16"), ("full", "causal"))
     return [Case(dtype, 128, mask, n, law, 4) for law, n, dtype, mask in every]
+
+
+def mode_cases(device: str) -> list[Case]:
+    """Long rows of a few queries, which the textbook can store, and causal ones of all queries."""
+    if device == "cpu":
+        return [Case("bf16", 64, "full", 1024, law, queries=64) for law in MODE_LAWS]
+    lengths = ((1024, 0), (8192, 0), (32768, 512), (131072, 512))
+    dims = itertools.product(lengths, MODE_LAWS, (64, 128), ("f16", "bf16"))
+    full = [Case(d, n, "full", length, law, 1, queries=q) for (length, q), law, n, d in dims]
+    every = itertools.product((1024, 8192, 131072), MODE_LAWS, (64, 128), ("f16", "bf16"))
+    return full + [Case(d, n, "causal", length, law, 1) for length, law, n, d in every]
 
 
 # ---- the golden file: {section: {case: {result: RMSE}}}. A section is a GPU backend or an
@@ -294,13 +351,25 @@ def rows_of(chosen: argparse.Namespace) -> Iterator[dict]:
     """The lines of the results file."""
     device = chosen.device
     yield harness.header(device)
-    for case in fp8_cases(device) if chosen.only in ("all", "fp8") else ():
-        yield from measure_fp8(case, device)
-    every = {"all": cases_of, "rows": cases_of, "gradients": gradient_cases, "fp8": lambda _: []}
+    if chosen.only in ("all", "fp8"):
+        for case in fp8_cases(device):
+            yield from measure_fp8(case, device)
+    every = {
+        "all": cases_of,
+        "rows": cases_of,
+        "gradients": gradient_cases,
+        "fp8": lambda _: [],
+        "modes": mode_cases,
+    }
+    of_modes = chosen.only == "modes"
     methods = implementations(device, rounded=chosen.only == "gradients")
+    if of_modes:
+        methods = modes(device)
+    backward = not (chosen.forward_only or of_modes)
+    kind = "accuracy_modes" if of_modes else "accuracy"
     for case in every[chosen.only](device):
         if re.search(chosen.match, case.key):
-            yield from measure_case(case, device, not chosen.forward_only, methods)
+            yield from measure_case(case, device, backward, methods, kind)
 
 
 def main() -> None:
@@ -309,7 +378,7 @@ def main() -> None:
     p.add_argument("--golden", action="store_true", help="rewrite the golden file and stop")
     p.add_argument("--section", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--forward-only", action="store_true")
-    p.add_argument("--only", choices=["all", "fp8", "rows", "gradients"], default="all")
+    p.add_argument("--only", choices=["all", "fp8", "rows", "gradients", "modes"], default="all")
     text = "only rows whose case, such as 'bf16 d128 causal', matches this regular expression"
     p.add_argument("--match", default="", help=text)
     chosen = p.parse_args()

@@ -10,6 +10,7 @@ from pantile.bench import check
 
 LAWS = ("normal", "outlier", "shifted", "peaked")  # see accuracy.py
 GRADIENT_LAWS = ("offset 3", "mean 3 sigma", "mean 3 sigma, outliers")  # of K and V
+MODE_LAWS = ("normal", "outlier", "growing", "uniform")  # of the softmax modes
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 OPERANDS = ("q", "k", "v", "grad_o")
 
@@ -26,6 +27,7 @@ class Case:
     heads: int = 2
     batch: int = 1
     seed: int = 20
+    queries: int = 0  # the last so many of the sequence, without a mask; 0: all
 
     @property
     def key(self) -> str:
@@ -54,6 +56,14 @@ def _drawn(shape: tuple[int, ...], law: str, seed: int) -> Tensors:
         found["v"] += 1
     if law == "peaked":
         found["q"] *= 8
+    if law == "growing":
+        # Kernels visit keys from the last to the first: each tile brings new maxima.
+        size = 6 * (1 - torch.arange(shape[1]) / shape[1])
+        direction = found["q"][:1, :1, :1].sign()
+        found["k"] = direction * size[None, :, None, None] + found["k"] / 8
+    if law == "uniform":
+        found["q"] /= 1000
+        found["v"] += 1
     if law == "offset 3":
         found |= {name: found[name] + 3 for name in ("k", "v")}
     if law.startswith("mean 3 sigma"):
@@ -71,6 +81,8 @@ def draw(case: Case, device: str) -> Tensors:
     """q, k, v, grad_o as float32 that are exact in the case's dtype, [batch, seq, heads, dim]."""
     shape = (case.batch, case.length, case.heads, case.head_dim)
     drawn = _drawn(shape, case.law, case.seed)
+    if case.queries:
+        drawn = drawn | {name: drawn[name][:, -case.queries :] for name in ("q", "grad_o")}
     return {name: x.to(device).to(DTYPES[case.dtype]).float() for name, x in drawn.items()}
 
 

@@ -27,6 +27,7 @@
 #include "runs.h"
 #include "sequences.h"
 #include "tensor_view.h"
+#include "tuning.h"
 #include "variant.h"
 
 namespace nb = nanobind;
@@ -411,6 +412,7 @@ NB_MODULE(_C, module) {
   module.def("kernels", &py::kernels);
   module.def("devices", &py::devices);
   module.def("build_info", &pantile::build_info);
+  module.def("set_tuned_softmax", &py::set_tuned_softmax, "rows"_a);
   module.def("set_torch", &py::set_torch, "tensor_type"_a, "exchange"_a.none(), "describe"_a,
              "current_stream"_a, "lend_workspace"_a, "is_capturing"_a, "thread_count"_a);
   module.def("set_plain", &py::set_plain, "parameter_type"_a, "grad_enabled"_a, "watchers"_a,

@@ -234,6 +234,14 @@ class PlanCache {
     return &oldest.plan;
   }
 
+  void clear() {
+    for (Set& set : sets_) {
+      for (Entry& entry : set.entries) {
+        entry.used = false;
+      }
+    }
+  }
+
  private:
   struct Entry {
     PlanKey key{Problem{}, DeviceProps{}, PlanOptions{}};

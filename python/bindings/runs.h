@@ -257,7 +257,8 @@ inline std::string softmax_text(const ForwardPlan& plan) {
                 softmax.unit == SoftmaxUnit::tensor && plan.problem.wants_lse
                     ? ", LSE of the rounded weights"
                     : "");
-  return text;
+  const std::string source = plan.softmax_source;
+  return source.empty() ? text : std::string(text) + "; chosen: " + source;
 }
 template <class Plan>
 std::string softmax_text(const Plan&) {

@@ -16,6 +16,8 @@ from pantile import (
     fp8,
 )
 from pantile._attention import attention, load_torch
+from pantile._autotune import Autotuned, autotune, clear_autotuned
+from pantile._autotune import load as _load_autotuned
 from pantile._C import UnsupportedError, __version__
 from pantile._checkpoint import checkpoint_save_ops
 from pantile._explain import Explanation, PassExplanation, Verdict
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from pantile import compat, integrations, sdpa  # noqa: F401
 
 __all__ = [
+    "Autotuned",
     "BlockMask",
     "DecodeExplanation",
     "Documents",
@@ -61,8 +64,10 @@ __all__ = [
     "__version__",
     "append",
     "attention",
+    "autotune",
     "build_info",
     "checkpoint_save_ops",
+    "clear_autotuned",
     "compile",
     "cuda_reason",
     "decode",
@@ -99,6 +104,7 @@ def __getattr__(name: str) -> Any:
 
 load_torch()
 _install_jit()
+_load_autotuned()
 if configure_logging():
     from pantile import _C, _options
 

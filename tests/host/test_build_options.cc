@@ -79,7 +79,8 @@ TEST(BuildOptions, AutomaticTakesNoTrial) {
     for (const bool exact_lse : {false, true}) {
       ForwardProblem p = forward_problem();
       p.softmax.exact_lse = exact_lse;
-      EXPECT_FALSE(ampere::is_trial(ampere::forward_softmax(ampere::complete_softmax(row, p))))
+      EXPECT_FALSE(
+          ampere::is_trial(ampere::forward_softmax(ampere::complete_softmax(row, p, a100()))))
           << row.name;
     }
   }

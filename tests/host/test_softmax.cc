@@ -6,6 +6,7 @@
 
 #include "ampere/forward/softmax_choice.h"
 #include "ampere/order.h"
+#include "ampere/plan.h"
 #include "problems.h"
 
 namespace pantile::testing {
@@ -35,10 +36,11 @@ ForwardPlan plan_on(const DeviceProps& device, const ForwardProblem& problem,
 }
 
 // The row's own choice, which needs no compiled kernel.
-SoftmaxOptions completed(DType dtype, int head_dim, MaskKind mask, const ForwardProblem& problem) {
+SoftmaxOptions completed(DType dtype, int head_dim, MaskKind mask, const ForwardProblem& problem,
+                         const DeviceProps& device = a100()) {
   const KernelInfo row{"row",    Backend::ampere, Pass::forward, dtype,
                        head_dim, head_dim,        mask,          true};
-  return ampere::complete_softmax(row, problem);
+  return ampere::complete_softmax(row, problem, device);
 }
 
 TEST(Softmax, AutomaticTakesTensorCoresWhereTheyWon) {
@@ -52,6 +54,136 @@ TEST(Softmax, AutomaticTakesTensorCoresWhereTheyWon) {
   }
   EXPECT_EQ(completed(DType::bf16, 64, MaskKind::window, problem_of(64, false)).unit, kVector);
   EXPECT_EQ(completed(DType::bf16, 96, MaskKind::any, problem_of(96, false)).unit, kVector);
+}
+
+// Compute capability and the shared memory of a block, multiprocessors and L2 of a card of each.
+struct Generation {
+  const char* name;
+  int major, minor, multiprocessors, smem_optin_bytes, l2_mb;
+  SoftmaxUnit unit;
+  const char* source;
+};
+constexpr Generation kGenerations[] = {
+    {"A100", 8, 0, 108, 166912, 40, kTensor, "model of sm_80"},
+    {"RTX 3090", 8, 6, 82, 101376, 6, kVector, "model of sm_86"},
+    {"Orin", 8, 7, 16, 166912, 4, kVector, "model of sm_87"},
+    {"RTX 4090", 8, 9, 128, 101376, 72, kVector, "model of sm_89"},
+    {"H100", 9, 0, 132, 232448, 50, kTensor, "measured on sm_90"},
+    {"B200", 10, 0, 148, 232448, 126, kTensor, "model of sm_100, taken as sm_90"},
+    {"B300", 10, 3, 148, 232448, 126, kTensor, "model of sm_100, taken as sm_90"},
+    {"RTX 5090", 12, 0, 170, 101376, 96, kVector, "model of sm_120"},
+};
+
+DeviceProps device_of(const Generation& g) {
+  return gpu_device(g.name, g.major, g.minor, g.multiprocessors, g.smem_optin_bytes, g.l2_mb << 20);
+}
+
+TEST(Softmax, EachGenerationHasItsChoiceAndSaysWhence) {
+  for (const Generation& g : kGenerations) {
+    for (const int head_dim : {64, 128}) {
+      for (const MaskKind mask : {MaskKind::full, MaskKind::causal}) {
+        const KernelInfo row{"row",    Backend::ampere, Pass::forward, DType::bf16,
+                             head_dim, head_dim,        mask,          true};
+        ForwardProblem p = problem_of(head_dim, mask == MaskKind::causal);
+        EXPECT_EQ(completed(DType::bf16, head_dim, mask, p, device_of(g)).unit, g.unit) << g.name;
+        EXPECT_STREQ(ampere::choice_source(row, p, device_of(g)), g.source);
+        p.softmax.unit = g.unit == kTensor ? kVector : kTensor;  // the caller's choice stays
+        EXPECT_EQ(completed(DType::bf16, head_dim, mask, p, device_of(g)).unit, p.softmax.unit);
+        EXPECT_STREQ(ampere::choice_source(row, p, device_of(g)), "");
+        p.softmax.unit = SoftmaxUnit::automatic;
+        p.softmax.exact_lse = true;
+        EXPECT_STREQ(ampere::choice_source(row, p, device_of(g)), "no other serves the call");
+      }
+    }
+  }
+}
+
+TEST(Softmax, WhatWasMeasuredHereGoesBeforeTheTable) {
+  const KernelInfo row{"row", Backend::ampere, Pass::forward, DType::bf16, 64,
+                       64,    MaskKind::full,  true};
+  ForwardProblem p = problem_of(64, false);
+  p.seqlen_q = 1000;
+  p.seqlen_k = 1025;  // the class up to 2048
+  const auto planned = [&](const DeviceProps& device) {
+    ForwardPlan plan;
+    plan.problem = p;
+    plan.device = device;
+    plan.kernel = &row;
+    ampere::configure_forward(&plan);
+    return plan;
+  };
+  TunedSoftmax choice;
+  choice.kernel = "row";
+  choice.device = "A100";
+  choice.log2_keys = 11;
+  choice.log2_queries = 14;  // 2 * 8 * 1000
+  choice.unit = kVector;
+  choice.source = "autotuned: a file";
+  EXPECT_EQ(planned(a100()).softmax.unit, kTensor);
+  set_tuned_softmax(&choice, 1);
+  EXPECT_EQ(planned(a100()).softmax.unit, kVector);
+  EXPECT_STREQ(planned(a100()).softmax_source, "autotuned: a file");
+  EXPECT_EQ(planned(h100()).softmax.unit, kTensor);  // another device
+  EXPECT_STREQ(planned(h100()).softmax_source, "measured on sm_90");
+  p.seqlen_k = 2049;  // another class
+  EXPECT_EQ(planned(a100()).softmax.unit, kTensor);
+  p.seqlen_k = 2048;
+  EXPECT_EQ(planned(a100()).softmax.unit, kVector);
+  p.softmax.unit = kTensor;  // the caller's choice stays
+  EXPECT_EQ(planned(a100()).softmax.unit, kTensor);
+  p.softmax.unit = SoftmaxUnit::automatic;
+  choice.unit = kTensor;
+  p.softmax.exact_lse = true;  // no choice
+  set_tuned_softmax(&choice, 1);
+  EXPECT_EQ(planned(a100()).softmax.unit, kVector);
+  set_tuned_softmax(nullptr, 0);
+  p.softmax.exact_lse = false;
+  EXPECT_STREQ(planned(a100()).softmax_source, "model of sm_80");
+}
+
+TEST(Softmax, ClassesOfLengths) {
+  const std::int64_t lengths[] = {0, 1, 2, 3, 1024, 1025, 131072};
+  const int expected[] = {0, 0, 1, 2, 10, 11, 17};
+  for (int i = 0; i < 7; ++i) {
+    EXPECT_EQ(rounded_up_log2(lengths[i]), expected[i]);
+  }
+}
+
+// The plans of the whole family on each: tiles that fit, blocks that cover the rows.
+TEST(Softmax, PlansOfEveryGenerationFitItsSharedMemory) {
+  for (const Generation& g : kGenerations) {
+    const DeviceProps device = device_of(g);
+    const ampere::SharedClass shared = ampere::shared_class(device.smem_optin_bytes);
+    EXPECT_LE(ampere::shared_class_bytes(shared), device.smem_optin_bytes);
+    for (const int head_dim : {32, 64, 96, 128, 192, 256}) {
+      for (const bool causal : {false, true}) {
+        ForwardProblem p = problem_of(head_dim, causal);
+        const ampere::ForwardTile tile = ampere::forward_tile(
+            head_dim, head_dim, causal ? MaskKind::causal : MaskKind::full, shared);
+        // A multiprocessor has 1 KB more than a block may ask for, and each block uses up 1 KB.
+        const int block = ampere::forward_shared_bytes(tile, head_dim, head_dim) + 1024;
+        // Of the widest tiles the smallest multiprocessors hold one.
+        const bool small = shared == ampere::SharedClass::small;
+        const int resident = small && head_dim > 128 ? 1 : tile.blocks_per_sm;
+        EXPECT_LE(resident * block, ampere::shared_class_bytes(shared) + 1024)
+            << g.name << " d" << head_dim;
+        const ampere::BackwardTile back = ampere::backward_tile(head_dim, shared);
+        EXPECT_LE(ampere::backward_shared_bytes(back, head_dim, head_dim),
+                  ampere::shared_class_bytes(shared))
+            << g.name << " d" << head_dim;
+        if (head_dim == 32 || g.major == 9) {
+          continue;  // no row of the table; Hopper rows come first
+        }
+        const ForwardPlan plan = plan_on(device, p, Backend::ampere);
+        if (plan.kernel != nullptr) {  // of a build without CUDA there is none
+          EXPECT_EQ(plan.tile_q, tile.tile_q);
+          EXPECT_EQ(plan.tile_k, tile.tile_k);
+          EXPECT_GE(static_cast<std::int64_t>(plan.blocks) * tile.tile_q,
+                    p.seqlen_q * p.heads_q * p.batch);
+        }
+      }
+    }
+  }
 }
 
 TEST(Softmax, AutomaticSumsLongRowsOnVectorUnits) {

@@ -48,6 +48,42 @@ def test_laws_of_gradients_have_a_common_part():
         assert abs(inputs["q"].mean().item()) < 0.05, law
 
 
+def test_laws_of_the_softmax_modes():
+    drawn = {
+        law: accuracy_cases.draw(accuracy_cases.Case("f32", 64, "full", 512, law), "cpu")
+        for law in ("growing", "uniform")
+    }
+    for law, inputs in drawn.items():
+        q, k = (inputs[name].transpose(1, 2) for name in ("q", "k"))
+        scores = q @ k.transpose(-1, -2) / 8
+        if law == "growing":  # of the first query, from the last key to the first
+            first = scores[0, 0, 0].flip(0)
+            assert first[-64:].mean() > first[:64].mean() + 20
+            assert (first.cummax(0).values.diff() > 0).sum() > 30
+        else:
+            assert scores.abs().max() < 0.01
+            assert abs(inputs["v"].mean().item() - 1) < 0.05
+
+
+def test_modes_are_measured_without_an_lse():
+    """Every mode that there is, of few queries at the end; the CPU has one softmax."""
+    (case, *_) = accuracy.mode_cases("cpu")
+    rows = list(accuracy.measure_case(case, "cpu", False, accuracy.modes("cpu"), "accuracy_modes"))
+    found = {row["implementation"]: row for row in rows}
+    assert list(found) == ["pantile cpu, auto", "pantile cpu, vector", "textbook"]
+    assert all(row["absent"] is None and row["queries"] == 64 for row in rows), rows
+    assert set(found["pantile cpu, auto"]["errors"]) == {"o"}
+    ours, textbook = (
+        found[name]["errors"]["o"]["rmse"] for name in ("pantile cpu, auto", "textbook")
+    )
+    assert 0 < ours < 2 * textbook
+    assert set(accuracy.modes("cuda")) > {"pantile ampere, tensor", "pantile ampere, surrogate"}
+    cases = accuracy.mode_cases("cuda")
+    assert max(case.length for case in cases) == 131072
+    assert {case.law for case in cases} == set(accuracy_cases.MODE_LAWS)
+    assert not any(case.queries for case in cases if case.causal)  # exact() has no such mask
+
+
 def test_gradients_of_a_common_part_need_the_low_bits():
     """The sum of dS over the keys is 0; rounding O to 16 bits would leave an offset times K."""
     case = accuracy_cases.Case("bf16", 32, "full", 256, "offset 3")

@@ -76,6 +76,16 @@ def test_keys_with_a_mean_in_tiles_of_smaller_gpus(kilobytes):
 
 
 @smaller_gpus
+def test_softmaxes_in_tiles_of_smaller_gpus(kilobytes):
+    """auto, tensor and vector, forward and backward, without and with the LSE."""
+    if not any("backward_bf16" in row for row in ampere_rows()):
+        pytest.skip("no 16-bit ampere backward in this build, or none that runs here")
+    tests = pathlib.Path(__file__).with_name("test_tensor_softmax.py")
+    said = run_with_shared_memory(kilobytes, f"{tests}::test_both_passes_in_every_tile")
+    assert "112 passed, 32 skipped" in said, said[-500:]  # 2 x 2 x 2 x (6 + 6 + 2), and without
+
+
+@smaller_gpus
 def test_variants_in_tiles_of_smaller_gpus(kilobytes):
     """Alone and in pairs, without bias. Refused: slopes with a gradient beside a softcap."""
     if not any("backward_bf16" in row for row in ampere_rows()):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pathlib
+import re
 import sys
 
 import compare
@@ -10,6 +12,7 @@ import counters
 import io_check
 import plot
 import pytest
+import softmax_cycles
 import utilisation
 import variant_bars
 from pantile import io_model
@@ -351,3 +354,24 @@ def test_bars_are_written(tmp_path, monkeypatch, capsys):
     rows = {row["name"]: row for row in json.loads(out.read_text())}
     assert rows["forward, ALiBi over plain"]["met"] is True
     assert "ALiBi over plain" in capsys.readouterr().out
+
+
+# ---- softmax_cycles: the model, and what the library makes of it
+
+
+def test_choices_by_generation_are_those_of_the_model():
+    """Rows of cuda/ampere/forward/softmax_choice.h that are not measured, against the model's."""
+    root = pathlib.Path(softmax_cycles.__file__).parents[1]
+    text = (root / "cuda/ampere/forward/softmax_choice.h").read_text()
+    rows = re.findall(r'\{(\d+), SoftmaxUnit::(\w+), "(model|measured)', text)
+    assert [row[0] for row in rows] == ["80", "86", "87", "89", "90", "100", "120"]
+    for capability, unit, source in rows:
+        chips = softmax_cycles.MODELLED.get(divmod(int(capability), 10))
+        if chips is None:
+            assert capability == "100"  # taken as sm_90
+            continue
+        assert source == ("measured" if capability == "90" else "model")
+        for chip in chips:
+            for head_dim in (64, 128):
+                clocks = {x: softmax_cycles.clocks(chip, head_dim, x) for x in ("vector", "tensor")}
+                assert unit == min(clocks, key=clocks.__getitem__), (chip, head_dim)

@@ -12,5 +12,6 @@
 #include "pantile/quantize.h"
 #include "pantile/registry.h"
 #include "pantile/status.h"
+#include "pantile/tuning.h"
 #include "pantile/variant.h"
 #include "pantile/version.h"

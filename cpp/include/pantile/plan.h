@@ -34,6 +34,8 @@ struct ForwardPlan {
   int tile_k = 0;                      // keys per tile
   int blocks = 0;                      // thread blocks launched; CPU: work items
   SoftmaxOptions softmax;              // the problem's, with nothing left automatic
+  const char* softmax_source = "";  // who chose its unit, where the problem and the kernel left a
+                                    // choice: text that lives as long as the process
   Workspace workspace;
 };
 

@@ -5,6 +5,7 @@
 #include "ampere/config.h"
 #include "ampere/f32/config.h"
 #include "ampere/forward/softmax_choice.h"
+#include "ampere/forward/tuned.h"
 #include "ampere/order.h"
 #include "ampere/plan.h"
 #include "ampere/rules.h"
@@ -55,8 +56,25 @@ Status count_rule(const KernelInfo& row, const ForwardProblem& p, const DevicePr
   return Status();
 }
 
-Status softmax_rule(const KernelInfo& row, const ForwardProblem& p) {
-  const SoftmaxOptions softmax = complete_softmax(row, p);
+// The caller's, or what was measured here for such calls, or the table's.
+SoftmaxOptions softmax_of(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device,
+                          const char** source = nullptr) {
+  SoftmaxOptions softmax = complete_softmax(row, p, device);
+  const char* from = choice_source(row, p, device);
+  TunedChoice tuned;
+  if (p.softmax.unit == SoftmaxUnit::automatic && has_choice(row, p) &&
+      find_tuned(row, p, device, &tuned)) {
+    softmax.unit = tuned.unit;
+    from = tuned.source;
+  }
+  if (source != nullptr) {
+    *source = from;
+  }
+  return softmax;
+}
+
+Status softmax_rule(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {
+  const SoftmaxOptions softmax = softmax_of(row, p, device);
   if (!has_softmax(row.dtype, row.head_dim, row.head_dim_v, row.mask, forward_softmax(softmax))) {
     return Status::error(
         StatusCode::unsupported,
@@ -83,8 +101,8 @@ Status softmax_rule(const KernelInfo& row, const ForwardProblem& p) {
   return Status();
 }
 
-Status trial_rule(const KernelInfo& row, const ForwardProblem& p) {
-  const SoftmaxOptions softmax = complete_softmax(row, p);
+Status trial_rule(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {
+  const SoftmaxOptions softmax = softmax_of(row, p, device);
   if (!softmax_is_built(forward_softmax(softmax))) {
     return Status::error(StatusCode::unsupported,
                          "kernel not built for tensor_share = %g with softmax_mode = %s; configure "
@@ -106,13 +124,13 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
     status = layout_rules(problem);
   }
   if (status.ok()) {
-    status = softmax_rule(row, problem);
+    status = softmax_rule(row, problem, device);
   }
   if (status.ok()) {
     status = count_rule(row, problem, device);
   }
   if (status.ok()) {
-    status = trial_rule(row, problem);
+    status = trial_rule(row, problem, device);
   }
   if (status.ok()) {
     status = variant_rule(problem, device);
@@ -126,7 +144,7 @@ void configure_forward(ForwardPlan* plan) {
   plan->tile_k = tile.k;
   plan->blocks = forward_order(plan->problem, plan->device, tile.q).count();
   plan->workspace = Workspace{};
-  plan->softmax = complete_softmax(*plan->kernel, plan->problem);
+  plan->softmax = softmax_of(*plan->kernel, plan->problem, plan->device, &plan->softmax_source);
 }
 
 }  // namespace pantile::ampere

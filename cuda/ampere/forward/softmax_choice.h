@@ -3,19 +3,61 @@
 #pragma once
 
 #include "ampere/config.h"
+#include "pantile/device.h"
 #include "pantile/problem.h"
 
 namespace pantile::ampere {
 
-// What `automatic` stands for, measured on an H200
-// (benchmarks/results/h200_flashattention_t.jsonl). An LSE that leaves the library is that of the
-// fp32 weights: the sum of the rounded ones is off by up to half a unit in their last place. Long
-// rows have no other kernel.
-constexpr SoftmaxUnit fastest_unit(const KernelInfo& row, bool exact_lse, bool long_rows) {
-  const bool tensor =
-      has_softmax(row.dtype, row.head_dim, row.head_dim_v, row.mask, ForwardSoftmax::tensor) &&
-      !exact_lse && !long_rows;
-  return tensor ? SoftmaxUnit::tensor : SoftmaxUnit::vector;
+// What `automatic` stands for on the GPUs of one generation, where a kernel has both units.
+struct GenerationChoice {
+  int capability;    // 10 * major + minor; the row also serves later ones, up to the next row
+  SoftmaxUnit unit;  // head dims 64 and 128, full and causal masks
+  const char* source;
+};
+
+// Measured: on an H200 with both kinds of kernel (benchmarks/results/h200_flashattention_t.jsonl).
+// Model: the clocks of benchmarks/softmax_cycles.py (a test compares); none of these GPUs was run.
+// Eight products take the place of 64 FADD a lane. They pay on sm_80, where a scheduler starts an
+// FADD every other clock, and on sm_90, with the widest mma.sync; not at the 512 or 256 products of
+// 16 bits a clock and multiprocessor of RTX cards, and on sm_87 hardly. What sm_100 does with
+// mma.sync is not published: its row is that of sm_90.
+inline constexpr GenerationChoice kGenerationChoices[] = {
+    {80, SoftmaxUnit::tensor, "model of sm_80"},
+    {86, SoftmaxUnit::vector, "model of sm_86"},
+    {87, SoftmaxUnit::vector, "model of sm_87"},
+    {89, SoftmaxUnit::vector, "model of sm_89"},
+    {90, SoftmaxUnit::tensor, "measured on sm_90"},
+    {100, SoftmaxUnit::tensor, "model of sm_100, taken as sm_90"},
+    {120, SoftmaxUnit::vector, "model of sm_120"},
+};
+
+constexpr const GenerationChoice& generation_choice(const DeviceProps& device) {
+  const int capability = 10 * device.compute_major + device.compute_minor;
+  const GenerationChoice* found = &kGenerationChoices[0];
+  for (const GenerationChoice& choice : kGenerationChoices) {
+    if (choice.capability <= capability) {
+      found = &choice;
+    }
+  }
+  return *found;
+}
+
+// Whether the table above decides: an LSE that leaves the library is that of the fp32 weights, for
+// the sum of the rounded ones is off by up to half a unit in their last place, and long rows have
+// no other kernel.
+constexpr bool has_choice(const KernelInfo& row, const ForwardProblem& problem) {
+  const bool exact_lse = problem.wants_lse && problem.softmax.exact_lse;
+  return has_softmax(row.dtype, row.head_dim, row.head_dim_v, row.mask, ForwardSoftmax::tensor) &&
+         !exact_lse && problem.seqlen_k <= kLongRowKeys;
+}
+
+// Who chose the unit that the caller left automatic; empty where the caller chose it.
+constexpr const char* choice_source(const KernelInfo& row, const ForwardProblem& problem,
+                                    const DeviceProps& device) {
+  if (problem.softmax.unit != SoftmaxUnit::automatic) {
+    return "";
+  }
+  return has_choice(row, problem) ? generation_choice(device).source : "no other serves the call";
 }
 
 // Of a complete choice.
@@ -49,11 +91,11 @@ constexpr float many_keys_offset(const SoftmaxOptions& softmax) {
 }
 
 // The options of a problem that the row serves, with nothing left automatic.
-constexpr SoftmaxOptions complete_softmax(const KernelInfo& row, const ForwardProblem& problem) {
+constexpr SoftmaxOptions complete_softmax(const KernelInfo& row, const ForwardProblem& problem,
+                                          const DeviceProps& device) {
   SoftmaxOptions softmax = problem.softmax;
   if (softmax.unit == SoftmaxUnit::automatic) {
-    softmax.unit =
-        fastest_unit(row, problem.wants_lse && softmax.exact_lse, problem.seqlen_k > kLongRowKeys);
+    softmax.unit = has_choice(row, problem) ? generation_choice(device).unit : SoftmaxUnit::vector;
   }
   if (softmax.tensor_quarters == kAutomaticShare) {
     softmax.tensor_quarters = softmax.mode == SoftmaxMode::surrogate ? 1 : 0;
