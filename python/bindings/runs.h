@@ -216,6 +216,20 @@ unsigned plan_and_run(const Request& request, Problem* problem, const Tensors& t
   return 0;
 }
 
+// No call copies a cache of keys.
+inline unsigned run_forward_request(Request* request) {
+  ForwardProblem& problem = request->problem;
+  if (request->paged) {
+    require_readable_pages(*request);
+    return plan_and_run<ForwardPlan>(*request, &problem, request->tensors, Pass::forward,
+                                     {{&request->q, &problem.q, kCopyQ}});
+  }
+  return plan_and_run<ForwardPlan>(*request, &problem, request->tensors, Pass::forward,
+                                   {{&request->q, &problem.q, kCopyQ},
+                                    {&request->k, &problem.k, kCopyK},
+                                    {&request->v, &problem.v, kCopyV}});
+}
+
 // ---- explanations -------
 
 inline int explain_problem(const ForwardProblem& problem, const DeviceProps& device,
