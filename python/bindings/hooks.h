@@ -19,6 +19,7 @@ struct PlainHooks {
   PyObject* watchers = nullptr;            // a tuple of functions; true: something watches
   Py_ssize_t watcher_count = 0;
   PyObject* empty_like = nullptr;
+  PyObject* float32 = nullptr;  // torch.float32
   // Names of attributes of a tensor.
   PyObject *requires_grad = nullptr, *is_neg = nullptr, *is_zerotensor = nullptr;
 };

@@ -17,11 +17,11 @@
 #include "call.h"
 #include "expression.h"
 #include "fp8.h"
-#include "gradients.h"
 #include "jit.h"
 #include "kv.h"
+#include "outputs.h"
 #include "pantile/pantile.h"
-#include "plain.h"
+#include "plain_calls.h"
 #include "planner.h"
 #include "request.h"
 #include "runs.h"
@@ -37,26 +37,6 @@ namespace pantile::python {
 namespace {
 
 // ---- calls -----------------------------------------------------------------------------------
-
-void take_output(nb::handle o, Request* request) {
-  ForwardProblem& problem = request->problem;
-  const TensorView output = read_tensor(o, "out");
-  problem.output_f32 = output.code == dlpack::kFloat && output.bits == 32;
-  if (problem.output_f32) {
-    require_same_device(output, request->q);
-    require_query_shape(output, *request, problem.head_dim_v);
-  } else {
-    require_query_rows(output, *request, problem.head_dim_v);
-  }
-  require_writable_rows(output);
-  for (const TensorView* input : {&request->q, &request->k, &request->v}) {
-    if (output.data == input->data && !output.empty() && !input->empty()) {
-      raise_value_error("out begins where %s does; it must share no element with it", input->name);
-    }
-  }
-  problem.o = layout_of(output);
-  request->tensors.o = output.data;
-}
 
 // The low bits of O (core/low_bits.h): int8, of the shape of o and contiguous, so that no layout
 // describes it.
@@ -75,26 +55,12 @@ std::int8_t* read_o_low(nb::handle object, const Request& request) {
   return static_cast<std::int8_t*>(view.data);
 }
 
-// No call copies a cache of keys.
-unsigned run_forward_request(Request* request) {
-  ForwardProblem& problem = request->problem;
-  if (request->paged) {
-    require_readable_pages(*request);
-    return plan_and_run<ForwardPlan>(*request, &problem, request->tensors, Pass::forward,
-                                     {{&request->q, &problem.q, kCopyQ}});
-  }
-  return plan_and_run<ForwardPlan>(*request, &problem, request->tensors, Pass::forward,
-                                   {{&request->q, &problem.q, kCopyQ},
-                                    {&request->k, &problem.k, kCopyK},
-                                    {&request->v, &problem.v, kCopyV}});
-}
-
 unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
                  nb::handle o_low, nb::handle max_logit, const Call& call, nb::handle variant) {
   Request request = read_request(q, k, v, call);
   read_variant(variant, true, &request);
   ForwardProblem& problem = request.problem;
-  take_output(o, &request);
+  take_output(read_tensor(o, "out"), &request);
   problem.wants_lse = !lse.is_none();
   if (problem.wants_lse) {
     const TensorView rows = read_tensor(lse, "lse");
@@ -116,39 +82,6 @@ unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::han
   return run_forward_request(&request);
 }
 
-// The request of a plain call, without outputs; nothing when its tensors cannot be read or do not
-// fit together. The operators say then what is wrong.
-std::optional<Request> read_plain_request(nb::handle q, nb::handle k, nb::handle v,
-                                          const Call& call) {
-  try {
-    return read_request(q, k, v, call);
-  } catch (const nb::python_error&) {
-    return std::nullopt;
-  }
-}
-
-// The whole of a plain call (plain.h): the output, or None when the call is not plain or needs more
-// than one fresh tensor like q; nothing has been launched then.
-nb::object attend(nb::handle q, nb::handle k, nb::handle v, const Call& call) {
-  if (!is_plain_call({q, k, v})) {
-    return nb::none();
-  }
-  std::optional<Request> request = read_plain_request(q, k, v, call);
-  if (!request) {
-    return nb::none();
-  }
-  ForwardProblem& problem = request->problem;
-  problem.wants_lse = false;
-  const bool asks_precision =  // torch's, of float32 products
-      problem.dtype == DType::f32 && request->device.type == DeviceType::cuda;
-  if (asks_precision || problem.head_dim != problem.head_dim_v || !request->q.contiguous()) {
-    return nb::none();
-  }
-  nb::object o = nb::handle(hooks().plain.empty_like)(q);
-  take_output(o, &*request);
-  return run_forward_request(&*request) == 0 ? o : nb::none();
-}
-
 unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::handle k, nb::handle v,
                   nb::handle o, nb::handle o_low, nb::handle lse, nb::handle grad_q,
                   nb::handle grad_k, nb::handle grad_v, const Call& call, bool deterministic,
@@ -156,27 +89,16 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
                   nb::handle grad_bias, nb::handle grad_captured) {
   Request request = read_request(q, k, v, call);
   read_variant(variant, true, &request);
-  const std::int64_t head_dim_v = request.problem.head_dim_v;
   const TensorView output = read_tensor(o, "o");
   const TensorView grad_output = read_tensor(grad_o, "grad_o");
   const TensorView rows = read_tensor(lse, "lse");
-  require_query_rows(output, request, head_dim_v);
-  require_query_rows(grad_output, request, head_dim_v);
-  require_lse(rows, request);
   unsigned copies = rows.contiguous() ? 0u : kCopyLse;
 
   BackwardProblem problem;
   BackwardTensors tensors;
-  problem.forward = request.problem;
-  problem.forward.wants_lse = true;
-  problem.forward.o = layout_of(output);
-  problem.grad_o = layout_of(grad_output);
+  take_saved(output, grad_output, rows, request, &problem, &tensors);
   problem.deterministic = deterministic;
   problem.has_grad_lse = !grad_lse.is_none();
-  tensors.forward = request.tensors;
-  tensors.forward.o = output.data;
-  tensors.forward.lse = static_cast<float*>(rows.data);
-  tensors.grad_o = grad_output.data;
   problem.has_o_low = !o_low.is_none();
   if (problem.has_o_low) {
     tensors.o_low = read_o_low(o_low, request);
@@ -188,7 +110,8 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
     tensors.grad_lse = static_cast<const float*>(grad_rows.data);
   }
 
-  take_gradients(grad_q, grad_k, grad_v, request, &problem, &tensors);
+  take_gradients(read_tensor(grad_q, "grad_q"), read_tensor(grad_k, "grad_k"),
+                 read_tensor(grad_v, "grad_v"), request, &problem, &tensors);
   take_variant_gradients(grad_alibi, grad_sinks, grad_bias, request, &problem, &tensors);
   std::array<float*, kMaxCaptured> captured{};
   take_captured_gradients(grad_captured, request, &captured, &problem, &tensors);
@@ -365,13 +288,14 @@ void set_torch(nb::handle tensor_type, nb::handle exchange, nb::handle describe,
 }
 
 void set_plain(nb::handle parameter_type, nb::handle grad_enabled, nb::handle watchers,
-               nb::handle empty_like) {
+               nb::handle empty_like, nb::handle float32) {
   PlainHooks& plain = hooks().plain;
   plain.parameter_type = reinterpret_cast<PyTypeObject*>(keep(parameter_type));
   plain.grad_enabled = keep(grad_enabled);
   plain.watchers = keep(watchers);
   plain.watcher_count = static_cast<Py_ssize_t>(nb::len(watchers));
   plain.empty_like = keep(empty_like);
+  plain.float32 = keep(float32);
   plain.requires_grad = PyUnicode_InternFromString("requires_grad");
   plain.is_neg = PyUnicode_InternFromString("is_neg");
   plain.is_zerotensor = PyUnicode_InternFromString("_is_zerotensor");
@@ -394,6 +318,10 @@ NB_MODULE(_C, module) {
   module.def("forward", &py::forward, "q"_a, "k"_a, "v"_a, "o"_a, "lse"_a.none(), "o_low"_a.none(),
              "max_logit"_a.none(), "call"_a, "variant"_a = nb::none());
   module.def("attend", &py::attend, "q"_a.none(), "k"_a.none(), "v"_a.none(), "call"_a);
+  module.def("sdpa", &py::sdpa, "query"_a.none(), "key"_a.none(), "value"_a.none(), "call"_a);
+  module.def("sdpa_forward", &py::sdpa_forward, "query"_a, "key"_a, "value"_a, "call"_a);
+  module.def("sdpa_backward", &py::sdpa_backward, "grad_out"_a, "query"_a, "key"_a, "value"_a,
+             "out"_a, "lse"_a, "call"_a, "deterministic"_a);
   module.def("backward", &py::backward, "grad_o"_a, "grad_lse"_a.none(), "q"_a, "k"_a, "v"_a, "o"_a,
              "o_low"_a.none(), "lse"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a, "call"_a,
              "deterministic"_a, "variant"_a = nb::none(), "grad_alibi"_a = nb::none(),
@@ -416,7 +344,7 @@ NB_MODULE(_C, module) {
   module.def("set_torch", &py::set_torch, "tensor_type"_a, "exchange"_a.none(), "describe"_a,
              "current_stream"_a, "lend_workspace"_a, "is_capturing"_a, "thread_count"_a);
   module.def("set_plain", &py::set_plain, "parameter_type"_a, "grad_enabled"_a, "watchers"_a,
-             "empty_like"_a);
+             "empty_like"_a, "float32"_a);
   module.def("set_cpu_threads", [](int threads) { py::cpu_properties().set_threads(threads); });
   module.def("set_parallel_for", [](std::uintptr_t address) {
     pantile::set_parallel_for(reinterpret_cast<pantile::ParallelFor>(address));

@@ -324,13 +324,12 @@ inline void require_readable_pages(const Request& request) {
   }
 }
 
-// `takes_codes`: whether q, k and v may be float8_e4m3fn.
-inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Call& call,
-                            bool takes_codes = false) {
+inline Request make_request(const TensorView& q, const TensorView& k, const TensorView& v,
+                            const Call& call, bool takes_codes) {
   Request request;
-  request.q = read_tensor(q, "q");
-  request.k = read_tensor(k, "k");
-  request.v = read_tensor(v, "v");
+  request.q = q;
+  request.k = k;
+  request.v = v;
   ForwardProblem& problem = request.problem;
   problem.dtype = parse_dtype(request.q, takes_codes);
   require_like(request.k, request.q);
@@ -360,6 +359,13 @@ inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Call
   request.tensors.k = request.k.data;
   request.tensors.v = request.v.data;
   return request;
+}
+
+// `takes_codes`: whether q, k and v may be float8_e4m3fn.
+inline Request read_request(nb::handle q, nb::handle k, nb::handle v, const Call& call,
+                            bool takes_codes = false) {
+  return make_request(read_tensor(q, "q"), read_tensor(k, "k"), read_tensor(v, "v"), call,
+                      takes_codes);
 }
 
 inline void require_query_shape(const TensorView& view, const Request& request,

@@ -231,6 +231,20 @@ void raise_unless_served(const Request& request, const Problem& problem) {
   raise_unless_ok(status);
 }
 
+// No call copies a cache of keys.
+inline unsigned run_forward_request(Request* request) {
+  ForwardProblem& problem = request->problem;
+  if (request->paged) {
+    require_readable_pages(*request);
+    return plan_and_run<ForwardPlan>(*request, &problem, request->tensors, Pass::forward,
+                                     {{&request->q, &problem.q, kCopyQ}});
+  }
+  return plan_and_run<ForwardPlan>(*request, &problem, request->tensors, Pass::forward,
+                                   {{&request->q, &problem.q, kCopyQ},
+                                    {&request->k, &problem.k, kCopyK},
+                                    {&request->v, &problem.v, kCopyV}});
+}
+
 // ---- explanations -------
 
 inline int explain_problem(const ForwardProblem& problem, const DeviceProps& device,

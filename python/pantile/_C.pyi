@@ -123,6 +123,24 @@ def forward(
 def attend(q: Any, k: Any, v: Any, call: Call) -> Any | None:
     """The output of a plain call, or None when it is not plain (plain.h)."""
 
+def sdpa(query: Any, key: Any, value: Any, call: Call) -> Any | None:
+    """The same of scaled_dot_product_attention, whose tensors are [batch, heads, seqlen, dim]."""
+
+def sdpa_forward(query: Any, key: Any, value: Any, call: Call) -> tuple[Any, Any] | None:
+    """(output, LSE) of torch's operator, or None when it needs more than the kernel."""
+
+def sdpa_backward(
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    lse: Any,
+    call: Call,
+    deterministic: bool,
+) -> tuple[Any, Any, Any] | None:
+    """The gradients of torch's operator, or None."""
+
 def backward(
     grad_o: Any,
     grad_lse: Any | None,
@@ -282,6 +300,7 @@ def set_plain(
     grad_enabled: Callable[..., Any],
     watchers: tuple[Callable[..., Any], ...],
     empty_like: Callable[..., Any],
+    float32: Any,
 ) -> None: ...
 def set_torch(
     tensor_type: type,

@@ -50,9 +50,11 @@ if not AVAILABLE:
         torch.__version__,
         ", ".join(_torch_private.missing),
     )
-# For _C.attend. Where C++ cannot read torch's thread count, run_forward must pass it on.
-if AVAILABLE and THREADS_FOLLOW:
-    _C.set_plain(torch.nn.Parameter, grad_enabled, WATCHERS, torch.empty_like)
+# For the whole calls of the bindings (plain_calls.h). Where C++ cannot read torch's thread count,
+# run_forward must pass it on.
+WHOLE_CALLS = AVAILABLE and THREADS_FOLLOW
+if WHOLE_CALLS:
+    _C.set_plain(torch.nn.Parameter, grad_enabled, WATCHERS, torch.empty_like, torch.float32)
 
 
 def is_plain(x: Tensor) -> bool:

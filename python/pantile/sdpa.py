@@ -14,20 +14,27 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
-from pantile import _C, _torch_private, fp8
+from pantile import _C, _torch_private
 from pantile._arguments import flag, shown
 from pantile._direct import run_backward, run_forward
+from pantile._fast_path import WHOLE_CALLS
 from pantile._masks import window_bounds
 from pantile._schema import Variant
+from pantile._sdpa_fp8 import flash_quantized, sdpa_quantized
+from pantile._sdpa_function import call_of_scale, dense_call, plain_function
 from pantile._sdpa_outputs import by_rows, gradients, in_strides_of, new_place
 from pantile._variant_ops import ONLY_OPERANDS, explained_variant
 from pantile._variant_ops import _run_backward as run_variant_backward
 from pantile._variants import Dropout, resolve_variant
 from pantile.compat import _shared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Tensor = torch.Tensor
 
@@ -38,9 +45,14 @@ _SEED_LIMIT = 2**63 - 1
 _ELSEWHERE = "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) serves it"
 
 
-@functools.lru_cache(maxsize=1024)
-def _dense_call(scale: float | None, left: int, right: int) -> _C.Call:
-    return _shared.bound_call({}, scale, left, right)
+def _not_served(*_: Any) -> None:
+    return None
+
+
+# Of the bindings, which make the outputs, too: None where a call needs more than the kernel.
+whole_forward, whole_backward = (
+    (_C.sdpa_forward, _C.sdpa_backward) if WHOLE_CALLS else (_not_served, _not_served)
+)
 
 
 # ---- dropout: rng_state is the seed of pantile.Dropout
@@ -73,28 +85,41 @@ def _signed(q: Tensor, k: Tensor, p: float, seed: Tensor, call: _C.Call) -> Tens
     )
 
 
+@functools.lru_cache(maxsize=64)
+def _state_of(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.inference_mode(False):
+        return (
+            torch.empty(2, dtype=torch.uint64, device=device),
+            torch.empty((), dtype=torch.uint64, device=device),
+            torch.empty(0, dtype=dtype, device=device),
+        )
+
+
+def _no_state(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """rng_state, unused and debug_attn_mask of a call without dropout. Nobody reads the first two,
+    but compiled programs may write to their memory once they are dead."""
+    rng_state, unused, nothing = _state_of(q.device, q.dtype)
+    return torch.empty_like(rng_state), torch.empty_like(unused), nothing
+
+
 def _forward(q, k, v, call, dropout_p: float, return_debug_mask: bool, out: Tensor | None):
     """(o, lse, rng_state, unused, debug_attn_mask) of [batch, seq, heads, dim] or packed rows. o is
     ``out``, if that is given."""
-    device = q.device
-    variant = None
-    if dropout_p > 0.0:
-        seed = _new_seed(q)
-        variant = _dropout(dropout_p, seed, q)
-        v, _ = _torch_scale(v, dropout_p)
-        rng_state = seed.view(torch.uint64)
-    else:  # nobody reads it
-        rng_state = torch.empty(2, dtype=torch.uint64, device=device)
-    o, lse, _, _ = run_forward(q, k, v, call, False, True, None, False, variant, out)
-    if return_debug_mask and dropout_p > 0.0:
+    if dropout_p == 0.0:
+        o, lse, _, _ = run_forward(q, k, v, call, False, True, None, False, None, out)
+        return o, lse, *_no_state(q)
+    seed = _new_seed(q)
+    variant = _dropout(dropout_p, seed, q)
+    scaled_v, _ = _torch_scale(v, dropout_p)
+    o, lse, _, _ = run_forward(q, k, scaled_v, call, False, True, None, False, variant, out)
+    _, unused, debug_mask = _no_state(q)
+    if return_debug_mask:
         if call.packed:
             raise _C.UnsupportedError(
                 "return_debug_mask is True; packed sequences have no debug mask here, leave it out"
             )
         debug_mask = _signed(q, k, dropout_p, seed, call)
-    else:
-        debug_mask = torch.empty(0, dtype=q.dtype, device=device)
-    return o, lse, rng_state, torch.empty((), dtype=torch.uint64, device=device), debug_mask
+    return o, lse, seed.view(torch.uint64), unused, debug_mask
 
 
 def _backward(
@@ -117,10 +142,6 @@ def _backward(
 # ---- aten::_scaled_dot_product_flash_attention: [batch, heads, seq, dim]
 
 
-def _scale_and_causal(scale, is_causal) -> _C.Call:
-    return _dense_call(scale, -1, 0 if is_causal else -1)
-
-
 def _sdpa_forward(
     query,
     key,
@@ -131,8 +152,12 @@ def _sdpa_forward(
     *,
     scale=None,
 ):
+    call = call_of_scale(scale, is_causal)
+    if dropout_p == 0.0:
+        served = whole_forward(query, key, value, call)
+        if served is not None:
+            return *served, None, None, query.size(2), key.size(2), *_no_state(query)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    call = _scale_and_causal(scale, is_causal)
     place = new_place(query, (*query.shape[:-1], value.shape[-1]))
     o, lse, *state = _forward(q, k, v, call, dropout_p, return_debug_mask, by_rows(place))
     out = in_strides_of(query, o.transpose(1, 2)) if place is None else place
@@ -157,8 +182,14 @@ def _sdpa_backward(
     *,
     scale=None,
 ):
+    call = call_of_scale(scale, is_causal)
+    if dropout_p == 0.0:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        tensors = grad_out, query, key, value, out, logsumexp
+        served = whole_backward(*tensors, call, deterministic)
+        if served is not None:
+            return served
     tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
-    call = _scale_and_causal(scale, is_causal)
     return gradients(
         (query, key, value),
         by_rows,
@@ -178,7 +209,7 @@ def _call_of(
         if cum_seq_k is not None or seqused_k is not None:
             name = "seqused_k" if cum_seq_k is None else "cum_seq_k"
             raise _C.UnsupportedError(f"{name} is given without cum_seq_q; give both or none")
-        return _dense_call(scale, left, right)
+        return dense_call(scale, left, right)
     if cum_seq_k is None:
         raise _C.UnsupportedError("cum_seq_k is None; with cum_seq_q it must be given")
     packing = {
@@ -189,18 +220,6 @@ def _call_of(
         "max_seqlen_k": max_k,
     }
     return _shared.bound_call(packing, scale, left, right)
-
-
-def _refuse_options(query, alibi_slopes, block_table, seqused_k) -> None:
-    """What the operator has and pantile does not serve through it. ``num_splits`` is a hint."""
-    _shared.refuse("block_table", block_table, _shared.PAGED)
-    # Its gradient formula does not get them: the gradients would be those of another function.
-    _shared.refuse("alibi_slopes", alibi_slopes, "use alibi of pantile.attention")
-    if seqused_k is not None and torch.is_grad_enabled() and query.requires_grad:
-        raise _C.UnsupportedError(
-            "seqused_k is given and query requires a gradient; torch's formula of the gradient "
-            "does not know it, use pantile.varlen_attention"
-        )
 
 
 def _flash_forward(
@@ -224,7 +243,7 @@ def _flash_forward(
     num_splits=None,
     _into=None,
 ):
-    _refuse_options(query, alibi_slopes, block_table, seqused_k)
+    _shared.refuse_operator_options(query, alibi_slopes, block_table, seqused_k)
     call = _call_of(
         *(query, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale),
         *(window_size_left, window_size_right, seqused_k),
@@ -299,81 +318,6 @@ def _flash_backward(
     )
 
 
-# ---- the same of FP8 operands: forward only
-
-
-def _quantized(q, k, v, descales, packing: dict, dropout_p, causal, window, scale):
-    if dropout_p != 0.0:
-        raise _C.UnsupportedError(f"dropout_p is {dropout_p}; with FP8 operands it must be 0")
-    names = ("descale_q", "descale_k", "descale_v")
-    operands = fp8.quantize(q, k, v, **packing, **dict(zip(names, descales, strict=True)))
-    o, lse = fp8.attention(operands, causal=causal, window=window, scale=scale, return_lse=True)
-    state = (
-        torch.empty(2, dtype=torch.uint64, device=q.device),
-        torch.empty((), dtype=torch.uint64, device=q.device),
-        torch.empty(0, dtype=o.dtype, device=q.device),
-    )
-    return o, lse, *state
-
-
-def _sdpa_quantized(
-    query,
-    key,
-    value,
-    q_descale,
-    k_descale,
-    v_descale,
-    dropout_p=0.0,
-    is_causal=False,
-    return_debug_mask=False,
-    *,
-    scale=None,
-):
-    rows = (x.transpose(1, 2) for x in (query, key, value))
-    descales = (q_descale, k_descale, v_descale)
-    o, lse, *state = _quantized(*rows, descales, {}, dropout_p, is_causal, None, scale)
-    out = in_strides_of(query.to(o.dtype), o.transpose(1, 2))
-    return out, lse, None, None, query.shape[2], key.shape[2], *state
-
-
-def _flash_quantized(
-    query,
-    key,
-    value,
-    cum_seq_q,
-    cum_seq_k,
-    max_q,
-    max_k,
-    dropout_p,
-    is_causal,
-    return_debug_mask,
-    q_descale,
-    k_descale,
-    v_descale,
-    *,
-    scale=None,
-    window_size_left=None,
-    window_size_right=None,
-    seqused_k=None,
-    alibi_slopes=None,
-):
-    _refuse_options(query, alibi_slopes, None, None)
-    packing = {}
-    if cum_seq_q is not None:
-        packing = {
-            "cu_seqlens_q": cum_seq_q,
-            "cu_seqlens_k": cum_seq_k,
-            "max_seqlen_q": max_q,
-            "max_seqlen_k": max_k,
-            "seqused_k": seqused_k,
-        }
-    elif seqused_k is not None:
-        raise _C.UnsupportedError("seqused_k is given without cum_seq_q; give both or none")
-    window = _shared.window_of((window_size_left, window_size_right))
-    descales = (q_descale, k_descale, v_descale)
-    return _quantized(query, key, value, descales, packing, dropout_p, is_causal, window, scale)
-
-
 # ---- aten::_scaled_dot_product_flash_attention_for_cpu: top-left causal, masks
 
 
@@ -391,7 +335,7 @@ class _CpuCall:
         self.q = query.transpose(1, 2)
         self.k = key[:, :, : self.keys].transpose(1, 2)
         self.v = value[:, :, : self.keys].transpose(1, 2)
-        self.call = _dense_call(scale, -1, right)
+        self.call = dense_call(scale, -1, right)
         self.variant = None
         if attn_mask is not None:
             self.variant = self._masked(attn_mask)
@@ -417,8 +361,14 @@ class _CpuCall:
 
 
 def _cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+    like_query, lse_by_rows = _cpu_layouts()
+    plain = like_query and attn_mask is None and dropout_p == 0.0
+    if plain and (not is_causal or query.size(2) == key.size(2)):
+        served = whole_forward(query, key, value, call_of_scale(scale, is_causal))
+        if served is not None:
+            out, lse = served
+            return out, _by_rows_inside(lse) if lse_by_rows else lse
     c = _CpuCall(query, key, value, dropout_p, is_causal, attn_mask, scale)
-    like_query, lseby_rows = _cpu_layouts()
     place = new_place(query, (*query.shape[:-1], value.shape[-1])) if like_query else None
     o, lse, _, _ = run_forward(
         c.q, c.k, c.v, c.call, False, True, None, False, c.variant, by_rows(place)
@@ -426,7 +376,12 @@ def _cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask
     out = o.transpose(1, 2)
     if like_query and place is None:
         out = in_strides_of(query, out)
-    return out, lse.transpose(1, 2).contiguous().transpose(1, 2) if lseby_rows else lse
+    return out, _by_rows_inside(lse) if lse_by_rows else lse
+
+
+def _by_rows_inside(lse: Tensor) -> Tensor:
+    """[batch, heads, seq] with the strides of [batch, seq, heads]."""
+    return lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @functools.cache
@@ -473,8 +428,8 @@ _FLASH = {
     "_flash_attention_backward": _flash_backward,
 }
 _QUANTIZED = {
-    "_scaled_dot_product_flash_attention.quantized": _sdpa_quantized,
-    "_flash_attention_forward.quantized": _flash_quantized,
+    "_scaled_dot_product_flash_attention.quantized": sdpa_quantized,
+    "_flash_attention_forward.quantized": flash_quantized,
 }
 _CPU = {
     "_scaled_dot_product_flash_attention_for_cpu": _cpu_forward,
@@ -497,9 +452,14 @@ def _registry() -> Any:
 class Provider:
     """The kernels while they are registered."""
 
-    def __init__(self, cpu: bool, fp8: bool) -> None:
+    def __init__(self, cpu: bool, fp8: bool, function: bool) -> None:
         self._libraries: list[Any] = []
+        self._function: Callable[..., Tensor] | None = None
         self._allows_fp8 = False
+        if function and not WHOLE_CALLS:
+            raise _C.UnsupportedError(
+                f"function is True; torch {torch.__version__} does not tell which calls are plain"
+            )
         kernels = {name: f for name, f in _FLASH.items() if _exists(name)}
         quantized = {name: f for name, f in _QUANTIZED.items() if _exists(name)}
         if fp8:
@@ -513,6 +473,11 @@ class Provider:
         self._implement("CUDA", kernels)
         if cpu:
             self._implement("CPU", kernels | {n: f for n, f in _CPU.items() if _exists(n)})
+        if function:
+            self._torch_function = F.scaled_dot_product_attention
+            self._function = F.scaled_dot_product_attention = plain_function(
+                self._torch_function, cpu
+            )
 
     def _implement(self, key: str, kernels: dict) -> None:
         library = torch.library.Library("aten", "IMPL", key)
@@ -527,6 +492,8 @@ class Provider:
         libraries, self._libraries = self._libraries, []
         for library in libraries:
             library._destroy()
+        if self._function is not None and F.scaled_dot_product_attention is self._function:
+            F.scaled_dot_product_attention = self._torch_function
         if self._allows_fp8:
             _torch_private.allow_fp8_attention(False)
         registry = sys.modules.get("torch.nn.attention._registry")
@@ -544,15 +511,17 @@ class Provider:
 _active: Provider | None = None
 
 
-def _activate(cpu: bool, fp8: bool) -> Provider:
+def _activate(cpu: bool, fp8: bool, function: bool) -> Provider:
     global _active
     if _active is not None:
         _active.remove()
-    _active = Provider(cpu, fp8)
+    _active = Provider(cpu, fp8, function)
     return _active
 
 
-def register(*, activate: bool = True, cpu: bool = False, fp8: bool = False) -> Provider | None:
+def register(
+    *, activate: bool = True, cpu: bool = False, fp8: bool = False, function: bool = False
+) -> Provider | None:
     """Makes pantile torch's implementation of flash attention.
 
     It then serves what torch gives to flash attention on CUDA devices:
@@ -565,6 +534,11 @@ def register(*, activate: bool = True, cpu: bool = False, fp8: bool = False) -> 
             it.
         cpu: serve it on the CPU, too, where torch's own operator takes masks as well.
         fp8: take float8_e4m3fn operands with descales, for inference.
+        function: also put a function of pantile in the place of
+            ``torch.nn.functional.scaled_dot_product_attention``. It gives eager calls without
+            gradient, mask, dropout and grouped heads to the kernel while flash attention is
+            enabled, whatever else torch would prefer, and all others to torch. Names that were
+            imported before keep torch's function.
 
     Returns:
         :class:`Provider`, whose ``remove()`` gives torch's own kernels back, or None with
@@ -573,9 +547,10 @@ def register(*, activate: bool = True, cpu: bool = False, fp8: bool = False) -> 
     Raises:
         pantile.UnsupportedError: this torch lacks what an argument asks for.
     """
-    for name, value in (("activate", activate), ("cpu", cpu), ("fp8", fp8)):
+    given = {"activate": activate, "cpu": cpu, "fp8": fp8, "function": function}
+    for name, value in given.items():
         flag(name, value)
-    start = functools.partial(_activate, cpu, fp8)
+    start = functools.partial(_activate, cpu, fp8, function)
     registry = _registry()
     if registry is None:
         if not activate:

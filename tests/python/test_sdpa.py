@@ -25,6 +25,9 @@ attention_registry = torch.nn.attention
 has_registry = hasattr(attention_registry, "register_flash_attention_impl")
 needs_varlen = pytest.mark.skipif(varlen is None, reason="this torch has no varlen_attn")
 needs_registry = pytest.mark.skipif(not has_registry, reason="this torch has no registry")
+needs_whole_calls = pytest.mark.skipif(
+    not pantile.sdpa.WHOLE_CALLS, reason="this torch does not tell which calls are plain"
+)
 FORWARD = aten._scaled_dot_product_flash_attention
 
 
@@ -35,14 +38,15 @@ def calls(monkeypatch):
 
     def counting(name, function):
         def call(*arguments, **named):
-            counts[name] += 1
-            return function(*arguments, **named)
+            answer = function(*arguments, **named)
+            counts[name] += answer is not None  # a whole call that does not serve says None
+            return answer
 
         return call
 
     for name, functions in (
-        ("forward", ["run_forward"]),
-        ("backward", ["run_backward", "run_variant_backward"]),
+        ("forward", ["run_forward", "whole_forward"]),
+        ("backward", ["run_backward", "run_variant_backward", "whole_backward"]),
     ):
         for function in functions:
             monkeypatch.setattr(
@@ -311,6 +315,147 @@ def test_varlen_attn_with_used_keys_and_an_output(calls):
         out = torch.full_like(q, torch.nan)
         varlen.varlen_attn_out(out, q, k, k, bounds, keys, 31, 31, seqused_k=used)
         assert torch.equal(out, expected)
+
+
+# ---- host time: by what a call does, which cannot flicker
+
+
+def forbid(*_, **__):
+    raise AssertionError("a plain call took the way through Python")
+
+
+@needs_whole_calls
+@pytest.mark.parametrize("layout", ["heads_outside", "rows_outside", "slice"])
+def test_plain_calls_are_one_call_of_the_bindings(calls, monkeypatch, layout):
+    monkeypatch.setattr(pantile.sdpa, "run_forward", forbid)
+    monkeypatch.setattr(pantile.sdpa, "run_backward", forbid)
+    q, k, v = operands(layout, heads_k=2)
+    o = FORWARD(q, k, v, 0.0, True)[0]
+    compare(o, (q, k, v), *expected_of(q, k, v, top_left(37, 37)))
+    assert calls == {"forward": 1, "backward": 1}
+
+
+@pytest.mark.parametrize("dim", [36, 40])
+def test_what_is_not_plain_is_served_by_the_long_way(calls, dim):
+    """A last stride of 2, a head dim that is padded, and an expanded gradient."""
+    q, k, v = operands(dim=2 * dim)
+    q, k, v = (x.detach()[..., ::2].requires_grad_() for x in (q, k, v))
+    o = FORWARD(q, k, v, 0.0, True)[0]
+    expected, wide = expected_of(q, k, v, top_left(37, 37))
+    compare(o, (q, k, v), expected, wide)
+    o = FORWARD(*(x.contiguous() for x in (q, k, v)), 0.0, True)[0]
+    found = torch.autograd.grad(o.sum(), (q, k, v))
+    expected, wide = expected_of(q, k, v, top_left(37, 37))
+    others = torch.autograd.grad(expected.sum(), wide)
+    for x, y in zip(found, others, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=1e-4, rtol=1e-4)
+    assert calls == {"forward": 2, "backward": 2}
+
+
+def test_philox_outputs_of_two_calls_share_no_memory(calls):
+    """Compiled programs may write to what is dead."""
+    x = operands()[0].detach()
+    first, second = FORWARD(x, x, x), FORWARD(x, x, x)
+    places = {y.data_ptr() for y in (*first[6:8], *second[6:8])}
+    assert len(places) == 4
+
+
+# ---- the function itself
+
+
+@pytest.fixture
+def function():
+    """torch's function, which the provider's stands for, and how often that was asked."""
+    torch_function, asked = F.scaled_dot_product_attention, []
+
+    def counting(*arguments, **named):
+        asked.append(named)
+        return torch_function(*arguments, **named)
+
+    F.scaled_dot_product_attention = counting
+    try:
+        with pantile.sdpa.register(cpu=True, function=True):
+            yield asked
+        assert F.scaled_dot_product_attention is counting
+    finally:
+        F.scaled_dot_product_attention = torch_function
+
+
+@needs_whole_calls
+@pytest.mark.parametrize("layout", ["heads_outside", "rows_outside", "slice", "batch_inside"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_function_serves_plain_calls(function, layout, causal, scale):
+    q, k, v = (x.detach() for x in operands(layout))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    assert not function
+    expected, _ = expected_of(q, k, v, top_left(37, 37) if causal else None, scale)
+    torch.testing.assert_close(o.double(), expected, atol=1e-5, rtol=1e-5)
+    assert o.stride() == torch.empty_like(q).stride()
+
+
+@needs_whole_calls
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        ({}, {"attn_mask": torch.ones(37, 37, dtype=torch.bool)}),
+        ({"heads_k": 2}, {"enable_gqa": True}),
+        ({"keys": 50}, {"is_causal": True}),
+        ({"dim": 264}, {}),
+    ],
+    ids=["mask", "gqa", "top_left", "wide"],
+)
+def test_function_leaves_the_rest_to_torch(function, sizes, named):
+    q, k, v = (x.detach() for x in operands(**sizes))
+    o = F.scaled_dot_product_attention(q, k, v, **named)
+    mask = top_left(37, k.shape[2]) if "is_causal" in named else None
+    expected, _ = expected_of(q, k, v, mask)
+    torch.testing.assert_close(o.double(), expected, atol=1e-5, rtol=1e-5)
+    assert len(function) == 1
+
+
+@needs_whole_calls
+def test_function_sees_what_torch_watches(function):
+    q, k, v = operands()
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    compare(o, (q, k, v), *expected_of(q, k, v, top_left(37, 37)))
+    q, k, v = (x.detach() for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.MATH):
+        F.scaled_dot_product_attention(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.scaled_dot_product_attention(q, k, v).dtype is torch.bfloat16
+    torch.vmap(F.scaled_dot_product_attention)(*(x[None] for x in (q, k, v)))
+    F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert len(function) == 5
+    compiled = torch.compile(
+        lambda *x: F.scaled_dot_product_attention(*x), fullgraph=True, backend="aot_eager"
+    )
+    expected = F.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(compiled(q, k, v), expected, atol=1e-6, rtol=1e-6)
+
+
+@needs_whole_calls
+def test_function_of_the_cpu_needs_cpu():
+    x = operands()[0].detach()
+    before = F.scaled_dot_product_attention
+    with pantile.sdpa.register(function=True):
+        assert F.scaled_dot_product_attention is not before
+        expected = before(x, x, x)
+        assert torch.equal(F.scaled_dot_product_attention(x, x, x), expected)
+        provider = pantile.sdpa.register(cpu=True)
+        assert F.scaled_dot_product_attention is before
+        provider.remove()
+    assert F.scaled_dot_product_attention is before
+    with pytest.raises(TypeError, match="function is 1"):
+        pantile.sdpa.register(function=1)
+
+
+def test_function_is_refused_where_no_call_is_known_to_be_plain(monkeypatch):
+    monkeypatch.setattr(pantile.sdpa, "WHOLE_CALLS", False)
+    before = F.scaled_dot_product_attention
+    with pytest.raises(pantile.UnsupportedError, match="function is True"):
+        pantile.sdpa.register(function=True)
+    assert F.scaled_dot_product_attention is before
 
 
 # ---- tracing

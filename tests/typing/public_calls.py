@@ -116,7 +116,8 @@ def doors(q: torch.Tensor, ids: torch.Tensor) -> None:
     assert_type(pantile.checkpoint_save_ops(), set[Any])
     with pantile.compat.install("flash_attn", operators=True) as installed:
         assert_type(installed, pantile.compat.Installation)
-    provider = pantile.sdpa.register(cpu=True)
+    pantile.flex_attention(q, q, q, lambda s, b, h, i, j: s * 2, pantile.Mask("i >= j"))
+    provider = pantile.sdpa.register(cpu=True, function=True)
     assert_type(provider, pantile.sdpa.Provider | None)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from pantile import _C
 from pantile._arguments import integer, is_symbolic, real, shown
+from pantile._expressions import Mask
 from pantile._options import DEFAULT_OPTIONS
 from pantile._schema import OPTIONS, Call, bind
 from pantile._variants import Dropout, dropout_mask
@@ -40,6 +41,18 @@ def refuse_all(values: dict[str, object], answer: str) -> None:
         refuse(name, value, answer)
 
 
+def refuse_operator_options(query: Any, alibi: Any, block_table: Any, seqused_k: Any) -> None:
+    """What torch's operator has and pantile does not serve through it. ``num_splits`` is a hint."""
+    refuse("block_table", block_table, PAGED)
+    # Its gradient formula does not get them: the gradients would be those of another function.
+    refuse("alibi_slopes", alibi, "use alibi of pantile.attention")
+    if seqused_k is not None and torch.is_grad_enabled() and query.requires_grad:
+        raise _C.UnsupportedError(
+            "seqused_k is given and query requires a gradient; torch's formula of the gradient "
+            "does not know it, use pantile.varlen_attention"
+        )
+
+
 def window_of(window_size: Any) -> tuple[int, int] | None:
     """FlashAttention's pair, where any negative number lifts a side; None: no window."""
     if window_size is None:
@@ -60,6 +73,27 @@ def _bound(name: str, value: Any) -> int:
     if is_symbolic(value):
         return value
     return max(integer(name, value, "an integer"), -1)
+
+
+def chunk_of(attention_chunk: Any) -> int:
+    """0: no chunks."""
+    chunk = integer("attention_chunk", attention_chunk)
+    if chunk < 0:
+        raise ValueError(f"attention_chunk is {shown(attention_chunk)}; it must be 0 or more")
+    return chunk
+
+
+def chunk_mask(chunk: int, shift: Tensor, padding: Tensor | None = None) -> Mask:
+    """Keys of the chunk of a query, of which ``shift`` [batch] or [1] says its place less its
+    number: keys less queries of the sequence. ``padding``: slots before its first key.
+
+    The numbers are captured, so that all have one compiled kernel."""
+    size = torch.full((1,), chunk, dtype=torch.int32, device=shift.device)
+    at = "0" if shift.shape[0] == 1 else "b"
+    if padding is None:
+        return Mask(f"j // n[0] == (i + shift[{at}]) // n[0]", n=size, shift=shift.int())
+    text = f"j >= pad[b] and (j - pad[b]) // n[0] == (i + shift[{at}] - pad[b]) // n[0]"
+    return Mask(text, n=size, shift=shift.int(), pad=padding)
 
 
 def softcap_of(softcap: Any) -> float | None:
