@@ -97,7 +97,62 @@ def _targets() -> list:
     return host + gpu + gpu_f32
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc):
+    _parametrize_targets_and_rows(metafunc)
+    yield  # marks of the function
+    LEFT_OUT.drop(metafunc)
+
+
+class LeftOut:
+    """Parametrisations marked gpu that a machine without a GPU does not collect: to collect, send
+    and skip them took longer than many tests. A function that has no others keeps one, which is
+    skipped with its reason; the number of those left out is reported. A run that names a test, or
+    writes a record, collects all."""
+
+    KEY = "gpu_tests_left_out"
+
+    def __init__(self) -> None:
+        self.active = False
+        self.count = 0
+
+    def start(self, config: pytest.Config) -> None:
+        named = any("::" in str(word) for word in config.invocation_params.args)
+        whole = named or config.getoption("--write-verification") or config.getoption("--all-gpu")
+        self.active = not whole and not torch.cuda.is_available()
+
+    def drop(self, metafunc: pytest.Metafunc) -> None:
+        calls = getattr(metafunc, "_calls", None)  # pytest's own list: without it nothing is saved
+        if not self.active or not calls:
+            return
+        everything = metafunc.definition.get_closest_marker("gpu") is not None
+        kept = [] if everything else [c for c in calls if all(m.name != "gpu" for m in c.marks)]
+        metafunc._calls = kept or calls[:1]
+        self.count += len(calls) - len(metafunc._calls)
+
+
+LEFT_OUT = LeftOut()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist: each worker collects everything
+        session.config.workeroutput[LeftOut.KEY] = LEFT_OUT.count
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    LEFT_OUT.count = getattr(node, "workeroutput", {}).get(LeftOut.KEY, LEFT_OUT.count)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if LEFT_OUT.count:
+        terminalreporter.write_line(
+            f"{LEFT_OUT.count} further parametrisations marked gpu were not collected: no CUDA "
+            "device (--all-gpu collects them)"
+        )
+
+
+def _parametrize_targets_and_rows(metafunc: pytest.Metafunc) -> None:
     if "target" in metafunc.fixturenames:
         metafunc.parametrize("target", _targets())
     if "row" in metafunc.fixturenames:
@@ -126,6 +181,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption(
+        "--all-gpu",
+        action="store_true",
+        help="without a GPU: collect, and skip, every parametrisation marked gpu",
+    )
+    parser.addoption(
         "--sample",
         type=int,
         metavar="N",
@@ -146,6 +206,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    LEFT_OUT.start(config)
     path = config.getoption("--write-verification")
     if path is None or hasattr(config, "workerinput"):  # with xdist, only the controller writes
         return
