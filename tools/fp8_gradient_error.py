@@ -12,14 +12,16 @@ block scales or to bfloat16. The reference is float64 on the same bfloat16 input
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import pathlib
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pantile
 import torch
+from pantile.bench import harness
 
 Tensor = torch.Tensor
 E4M3 = torch.float8_e4m3fn
@@ -291,40 +293,31 @@ def rounded(value: float) -> float | None:
     return None if math.isnan(value) else float(f"{value:.4g}")
 
 
+def rows(given: argparse.Namespace) -> Iterator[dict]:
+    for mask, law in itertools.product(given.masks, given.laws):
+        names, causal = (*VARIANTS, *LIBRARY), mask == "causal"
+        for name, errors in measure(names, law, causal, given.length, dim=given.dim).items():
+            row = {"kind": "fp8_gradient_law", "law": law, "mask": mask, "length": given.length}
+            row |= {"head_dim": given.dim, "variant": name}
+            yield row | {key: rounded(value) for key, value in errors.items()}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--laws", default=",".join(LAWS))
-    parser.add_argument("--masks", default="causal,full")
+    parser.add_argument("--laws", type=harness.words, default=",".join(LAWS))
+    parser.add_argument("--masks", type=harness.words, default="causal,full")
     parser.add_argument("--golden", action="store_true", help=f"write {GOLDEN.name}")
-    arguments = parser.parse_args()
-    if arguments.golden:
-        cases = {
-            case: {
-                name: {key: rounded(x) for key, x in found.items()} for name, found in rows.items()
-            }
-            for case, rows in golden().items()
-        }
-        GOLDEN.write_text(json.dumps(cases, indent=1) + "\n")
+    given = parser.parse_args()
+    if not given.golden:
+        harness.emit(given.out, rows(given))
         return
-    for mask in arguments.masks.split(","):
-        for law in arguments.laws.split(","):
-            found = measure(
-                (*VARIANTS, *LIBRARY), law, mask == "causal", arguments.length, dim=arguments.dim
-            )
-            for name, errors in found.items():
-                record = {
-                    "kind": "fp8_gradient_law",
-                    "law": law,
-                    "mask": mask,
-                    "length": arguments.length,
-                    "head_dim": arguments.dim,
-                    "variant": name,
-                    **{key: rounded(value) for key, value in errors.items()},
-                }
-                print(json.dumps(record))
-                sys.stdout.flush()
+    cases = {
+        case: {name: {key: rounded(x) for key, x in one.items()} for name, one in found.items()}
+        for case, found in golden().items()
+    }
+    GOLDEN.write_text(json.dumps(cases, indent=1) + "\n")
 
 
 if __name__ == "__main__":
