@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "call.h"
-#include "gradients.h"
+#include "outputs.h"
 #include "pantile/pantile.h"
 #include "planner.h"
 #include "request.h"
@@ -335,7 +335,8 @@ inline void backward_fp8(nb::tuple operands, nb::handle grad_o, nb::handle grad_
     tensors.grad_lse = static_cast<const float*>(view.data);
   }
   const auto written = nb::cast<nb::tuple>(grads);
-  take_gradients(written[0], written[1], written[2], request, &problem, &tensors);
+  take_gradients(read_tensor(written[0], "grad_q"), read_tensor(written[1], "grad_k"),
+                 read_tensor(written[2], "grad_v"), request, &problem, &tensors);
   problem.forward = forward;
   plan_and_run<BackwardPlan>(request, &problem, tensors, Pass::backward, {});
 }
