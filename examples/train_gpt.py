@@ -37,6 +37,7 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -108,11 +109,12 @@ FP8_RECOMPUTE = pantile.Options(fp8=True, fp8_backward="recompute")
 # The Ampere kernels, on any GPU from compute capability 8.0 on; on 9.0 they need a build with
 # PANTILE_AMPERE_ON_HOPPER. FlashAttention-T off and on: docs/design/flashattention-t.md.
 AMPERE = {
-    softmax: pantile.Options(backend="ampere", softmax=softmax) for softmax in ("vector", "tensor")
+    "vector": pantile.Options(backend="ampere", softmax="vector"),
+    "tensor": pantile.Options(backend="ampere", softmax="tensor"),
 }
 
 # name -> (function, SDPA backend to force, or None to leave torch its choice)
-ATTENTION = {
+ATTENTION: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], SDPBackend | None]] = {
     "pantile": (attend_pantile, None),
     "pantile-fp8": (attend_pantile_fp8, None),
     "pantile-fp8-recompute": (attend_pantile_fp8_recompute, None),
@@ -513,7 +515,7 @@ def main() -> None:
     )
     text = load_text()
     tokens = preset.batch * preset.context
-    rounds = {}
+    rounds: dict[int, list[Run]] = {}
     for context in arguments.contexts or [preset.context]:
         batch = max(1, tokens // context) if arguments.contexts else preset.batch
         changed = replace(preset, context=context, batch=batch)

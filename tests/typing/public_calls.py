@@ -121,6 +121,16 @@ def doors(q: torch.Tensor, ids: torch.Tensor) -> None:
     assert_type(provider, pantile.sdpa.Provider | None)
 
 
+def watched_and_tuned(q: torch.Tensor) -> None:
+    with pantile.shadow(rate=1e-3, seed=1) as watch:
+        pantile.attention(q, q, q)
+    assert_type(watch, pantile.shadow)
+    assert_type(watch.report, pantile.ShadowReport)
+    assert_type(watch.report.worst, dict[str, pantile.ShadowError])
+    assert_type(pantile.autotune(q, q, q, causal=True), pantile.Autotuned)
+    assert_type(pantile.clear_autotuned(), int)
+
+
 def mistakes(q: torch.Tensor, a: np.ndarray[Any, Any], bounds: torch.Tensor) -> None:
     pantile.attention(q, q)  # error: no v
     pantile.attention(q, q, a)  # error: two libraries
