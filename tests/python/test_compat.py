@@ -353,9 +353,7 @@ SOMETHING = torch.zeros(2, dtype=torch.int32)
     ("function", "name", "value"),
     [
         (fa3.flash_attn_func, "qv", SOMETHING),
-        (fa3.flash_attn_func, "attention_chunk", 128),
         (fa3.flash_attn_varlen_func, "qv", SOMETHING),
-        (fa3.flash_attn_varlen_func, "attention_chunk", 128),
         (vllm.flash_attn_varlen_func, "q_v", SOMETHING),
         (vllm.flash_attn_varlen_func, "cp_tot_seqused_k", SOMETHING),
         (vllm.flash_attn_varlen_func, "cp_world_size", 2),
@@ -373,6 +371,28 @@ def test_refusals_name_the_argument(function, name, value):
         arguments = operands()
     with pytest.raises(pantile.UnsupportedError, match=f"^{name} is "):
         function(*arguments, **{name: value})
+
+
+@pytest.mark.parametrize(("rows", "keys", "chunk"), [(45, 45, 16), (20, 50, 16), (50, 20, 7)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunks(rows, keys, chunk, causal):
+    q, k, v = operands(1, rows, keys)
+    o = fa3.flash_attn_func(q, k, v, causal=causal, attention_chunk=chunk)
+    at = torch.arange(rows)[:, None] + keys - rows
+    seen = torch.div(at, chunk, rounding_mode="floor") == torch.arange(keys) // chunk
+    expected = pantile.attention(q, k, v, causal=causal, mask=seen)
+    torch.testing.assert_close(o, expected, atol=1e-5, rtol=1e-5)
+    bounds, starts = (torch.tensor([0, n], dtype=torch.int32) for n in (rows, keys))
+    packed = fa3.flash_attn_varlen_func(
+        *(q[0], k[0], v[0], bounds, starts, rows, keys), causal=causal, attention_chunk=chunk
+    )
+    torch.testing.assert_close(packed, expected[0], atol=1e-5, rtol=1e-5)
+
+
+def test_chunks_of_codes_are_refused():
+    codes = [x.to(torch.float8_e4m3fn) for x in operands(dim=64)]
+    with pytest.raises(pantile.UnsupportedError, match="attention_chunk is 8"):
+        fa3.flash_attn_func(*codes, attention_chunk=8)
 
 
 def test_wrong_values_name_their_argument():

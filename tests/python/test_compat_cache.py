@@ -377,6 +377,100 @@ def test_vllm_decodes_codes():
         )
 
 
+# ---- chunks, and codes that are rotated
+
+
+def in_chunks(q, k, v, chunk, leftpad=0, causal=True):
+    """o and lse of one sequence in float64."""
+    q, k, v = q.double(), k[leftpad:].double(), v[leftpad:].double()
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(group, 1)) * q.shape[-1] ** -0.5
+    at = torch.arange(len(q))[:, None] + len(k) - len(q)
+    key = torch.arange(len(k))
+    seen = torch.div(at, chunk, rounding_mode="floor") == key // chunk
+    scores = scores.masked_fill(~(seen & (key <= at) if causal else seen), -torch.inf)
+    o = torch.einsum("hij,jhd->ihd", scores.softmax(-1).nan_to_num(), v.repeat_interleave(group, 1))
+    return o, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "chunk", "causal"), [(1, 8, True), (5, 16, False), (70, 20, True)]
+)
+@pytest.mark.parametrize("codes", [False, True])
+def test_chunks_over_a_cache(paged, padded, rows, chunk, causal, codes):
+    cache = Cache(paged, slots=96)
+    lengths, new = ints(9, 5, 26), min(rows, 40)
+    pads = ints(3, 0, 7) if padded else None
+    q = cache.random(3, rows, HEADS, DIM)
+    k, v = (cache.random(3, new, HEADS_K, DIM) for _ in range(2))
+    named = {}
+    tolerance = 2e-5
+    if codes:
+        q, k, v, cache.k, cache.v = (x.to(FP8) for x in (q, k, v, cache.k, cache.v))
+        named = {"k_descale": torch.full((3, HEADS_K), 0.5), "v_descale": torch.full((3, 2), 2.0)}
+        tolerance = 2e-2
+    if not codes or rows == 5:  # packed queries, too
+        packed = {"cu_seqlens_q": ints(0, rows, 2 * rows, 3 * rows), "max_seqlen_q": rows}
+    else:
+        packed = {}
+    o, lse = fa3.flash_attn_with_kvcache(
+        *(q.flatten(0, 1) if packed else q, cache.k, cache.v, k, v),
+        cache_seqlens=lengths,
+        cache_leftpad=pads,
+        page_table=cache.table,
+        causal=causal,
+        attention_chunk=chunk,
+        rotary_seqlens=lengths,  # without a rotation
+        return_softmax_lse=True,
+        **packed,
+        **named,
+    )
+    if packed:
+        o, lse = o.unflatten(0, (3, rows)), lse.unflatten(1, (3, rows)).transpose(0, 1)
+    wide_k, wide_v = (x.float() for x in (cache.k, cache.v))
+    cache.k, cache.v = wide_k * (0.5 if codes else 1.0), wide_v * (2.0 if codes else 1.0)
+    all_k, all_v = cache.dense()
+    for b in range(3):
+        n = int(lengths[b]) + new
+        pad = 0 if pads is None else int(pads[b])
+        expected = in_chunks(q[b].float(), all_k[b, :n], all_v[b, :n], chunk, pad, causal)
+        close(o[b], expected[0], tolerance)
+        close(lse[b], expected[1], 2e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_codes_are_rotated(causal, interleaved):
+    """In float32; new keys are rounded to codes once, queries to 16 bits."""
+    cache = Cache()
+    q, k, v = (cache.random(3, 2, h, DIM).to(FP8) for h in (HEADS, HEADS_K, HEADS_K))
+    cache.k, cache.v = cache.k.to(FP8), cache.v.to(FP8)
+    cos, sin = angles(48)
+    before = cache.k.clone()
+    o = fa3.flash_attn_with_kvcache(
+        *(q, cache.k, cache.v, k, v),
+        rotary_cos=cos,
+        rotary_sin=sin,
+        cache_seqlens=ints(4, 0, 30),
+        causal=causal,
+        rotary_interleaved=interleaved,
+    )
+    assert torch.equal(cache.v[0, 4:6].float(), v[0].float())
+    for b, n in enumerate((4, 0, 30)):
+        at = [n, n + 1] if causal else [n, n]
+        keys = turned(k[b].float(), [n, n + 1], cos, sin, interleaved).to(torch.bfloat16)
+        stored = cache.k[b].float()
+        close(stored[n : n + 2], keys.double(), 0.13)  # half a step of e4m3 up to 4
+        assert torch.equal(stored[:n], before[b, :n].float())
+        turned_q = turned(q[b].float(), at, cos, sin, interleaved)
+        expected, _ = attended(
+            turned_q, stored[: n + 2], cache.v[b, : n + 2].float(), causal=causal
+        )
+        close(o[b], expected, 2e-2)
+
+
 # ---- refusals come before anything is written
 
 
@@ -389,7 +483,7 @@ def test_refusals_write_nothing():
     before = cache.k.clone()
     calls = [
         (fa3, {"qv": q}, pantile.UnsupportedError, "^qv is"),
-        (fa3, {"attention_chunk": 16}, pantile.UnsupportedError, "^attention_chunk is"),
+        (fa3, {"attention_chunk": -1}, ValueError, "^attention_chunk is"),
         (fa3, {"k_descale": torch.ones(3, 2)}, ValueError, "^k_descale is"),
         (fa2, {"cache_seqlens": None}, ValueError, "^cache_seqlens is None"),
         (fa2, {"rotary_cos": cos}, ValueError, "^rotary_sin is None"),

@@ -10,6 +10,7 @@ import torch
 from pantile import _C
 from pantile._arguments import integer, shown
 from pantile._attention import load_torch
+from pantile._expressions import Score
 from pantile._kv import _append, _arrays, _new_rows, append, decode
 from pantile._kv_cache import KVCache
 from pantile._options import DEFAULT_OPTIONS
@@ -49,13 +50,16 @@ class Rotation:
     cos: Tensor | None
     sin: Tensor | None
     interleaved: bool
-    lengths: Tensor | None = None  # positions of the first new key, in place of those of the cache
+    # Positions of the first new key, in place of those of the cache. Callers give them without a
+    # rotation, too, which they do not change then.
+    lengths: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Mask:
     causal: bool
     window: tuple[int, int] | None
+    chunk: int = 0  # queries see the keys of their own chunk of so many; 0: no chunks
 
     def moves(self, capacity: int) -> bool:
         """Whether queries of one sequence see different keys, as FlashAttention decides it."""
@@ -86,11 +90,11 @@ def attend(
             raise ValueError(f"{name} is {shown(x)}; it must be a tensor of rows of a cache call")
     _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=new[0], v=new[1])
     place = replace(place, lengths=_lengths(q, place, new[0]))
-    rotary, q, new = _rotate(q, place, new, rotation, mask)
     q, cache, writer, new = _records(q, place, new, descales)
+    rotary, q, new = _rotate(q, place, new, rotation, mask, writer is cache)
     how = {"scale": scale, "softcap": softcap, "sinks": sinks, "return_lse": return_lse}
     how |= {"causal": mask.causal, "window": mask.window}
-    if alibi is None and dropout is None and not _is_prefill(q, place, cache):
+    if alibi is None and dropout is None and not mask.chunk and not _is_prefill(q, place, cache):
         answer = _decoded(q, place, cache, writer, new, rotary, rotation.interleaved, how)
         if out is None:
             return answer
@@ -98,12 +102,15 @@ def attend(
             return _shared.written_to(out, answer[0]), answer[1]
         return _shared.written_to(out, answer)
     how |= {"alibi": alibi, "dropout": dropout}
-    _check_prefill(place, cache)
+    _check_prefill(place, cache, mask)
     if rotary is not None:
         q = _written(q, place, writer, new, rotary, rotation.interleaved)
     elif new[0] is not None:
         append(writer, *new, place.lengths, **_packing_of_new(place, new), **_slots(place))
-    return _prefilled(q, place, cache, _after(place, new), how, out)
+    used = _after(place, new)
+    if mask.chunk:
+        return _chunked(q, place, cache, used, how, mask.chunk, out)
+    return _prefilled(q, place, cache, used, how, out)
 
 
 def _refuse_gradients(**tensors: Tensor | None) -> None:
@@ -135,17 +142,17 @@ def _lengths(q: Tensor, place: Place, k: Tensor | None) -> Tensor:
 # ---- rotary embedding
 
 
-def _rotate(q: Tensor, place: Place, new: tuple, rotation: Rotation, mask: Mask) -> tuple:
+def _rotate(
+    q: Tensor, place: Place, new: tuple, rotation: Rotation, mask: Mask, one_record: bool
+) -> tuple:
     """(what the kernel that appends rotates with, q, new).
 
     FlashAttention's positions count from slot 0, whatever the padding, and queries that all see
     the same keys share the position of the first. pantile's append does neither; torch rotates
-    then.
+    then, and codes, which are written and read by two records.
     """
     given = {"rotary_cos": rotation.cos, "rotary_sin": rotation.sin}
     if all(x is None for x in given.values()):
-        if rotation.lengths is not None:
-            raise ValueError("rotary_seqlens is given without rotary_cos and rotary_sin")
         return None, q, new
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[0] < place.capacity:
@@ -155,10 +162,8 @@ def _rotate(q: Tensor, place: Place, new: tuple, rotation: Rotation, mask: Mask)
             )
     if new[0] is None:
         raise ValueError("rotary_cos is given without k; only calls with new keys rotate")
-    if q.dtype is _FP8:
-        raise _C.UnsupportedError("rotary_cos is given; FP8 operands are not rotated")
     moves = mask.moves(place.capacity) or (place.cu_q is None and q.shape[1] == 1)
-    if moves and place.leftpad is None and rotation.lengths is None:
+    if moves and one_record and place.leftpad is None and rotation.lengths is None:
         return (rotation.cos, rotation.sin), q, new
     starts = place.lengths if rotation.lengths is None else rotation.lengths
     q = _turned(q, place.cu_q, starts, rotation, moves)
@@ -282,20 +287,19 @@ def _decoded(q, place, cache, writer, new, rotary, interleaved, how):
     return decode(q, cache, lengths, **_slots(place), **change)
 
 
-def _check_prefill(place: Place, cache: KVCache) -> None:
+def _check_prefill(place: Place, cache: KVCache, mask: Mask) -> None:
     """Before anything is written."""
-    if cache.k.dtype is _FP8:
+    what = "attention_chunk" if mask.chunk else "alibi_slopes or dropout"
+    if cache.k.dtype is _FP8 and not mask.chunk:
         raise _C.UnsupportedError(
-            "k_cache is in float8_e4m3fn; with alibi_slopes or dropout it must have 16 or 32 bits"
+            f"k_cache is in float8_e4m3fn; with {what} it must have 16 or 32 bits"
         )
-    if place.table is not None and place.leftpad is not None:
-        raise _C.UnsupportedError(
-            "cache_leftpad is given; with alibi_slopes and pages it must be None"
-        )
+    if place.table is not None and place.leftpad is not None and not mask.chunk:
+        raise _C.UnsupportedError(f"cache_leftpad is given; with {what} and pages it must be None")
     if place.table is None and not _is_flat(place):
         raise _C.UnsupportedError(
             f"k_cache has strides {place.k_cache.stride()} and v_cache {place.v_cache.stride()}; "
-            "with alibi_slopes the sequences must follow each other in memory"
+            f"with {what} the sequences must follow each other in memory"
         )
 
 
@@ -313,6 +317,31 @@ def _written(q, place, cache, new, rotary, interleaved) -> Tensor:
     return _append(
         *(cache, arrays, *new, q, rotary, interleaved, longest, longest_new, DEFAULT_OPTIONS)
     )
+
+
+def _chunked(q, place: Place, cache: KVCache, used: Tensor, how: dict, chunk: int, out) -> Any:
+    """With a mask of chunks, which also hides the padding. Codes are widened, in a copy."""
+    rows = q.shape[1] if place.cu_q is None else place.cu_q.diff()
+    how = {**how, "mask": _shared.chunk_mask(chunk, used - rows, place.leftpad)}
+    place = replace(place, leftpad=None)
+    if cache.k.dtype is not _FP8:
+        return _prefilled(q, place, cache, used, how, out)
+    scales = [_for_queries(x, used.shape[0], cache, q) for x in (cache.scale_k, cache.scale_v)]
+    how["score"] = Score("s * scale[b, h]", scale=scales[0])
+    wide = KVCache(cache.k.to(q.dtype), cache.v.to(q.dtype), pages=place.table is not None)
+    answer = _prefilled(q, place, wide, used, how, None)
+    o, lse = answer if how["return_lse"] else (answer, None)
+    factor = scales[1][:, None, :, None]
+    if place.cu_q is not None:
+        factor = torch.repeat_interleave(scales[1], rows, 0, output_size=q.shape[0])[..., None]
+    o = _shared.written_to(out, (o * factor).to(o.dtype))
+    return o if lse is None else (o, lse)
+
+
+def _for_queries(scale: Tensor, batch: int, cache: KVCache, q: Tensor) -> Tensor:
+    """float32 [batch, heads_q] of a scale, [batch, heads_k] or a number."""
+    heads_k, heads = cache.k.shape[2], q.shape[-2]
+    return scale.float().expand(batch, heads_k).repeat_interleave(heads // heads_k, 1)
 
 
 def _prefilled(q, place, cache, used, how, out):

@@ -55,6 +55,9 @@ METADATA = (
 )
 
 
+_CHUNK = "the operator does not serve it, the functions of pantile.compat.flash_attn_3 do"
+
+
 def _nothing(q: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.float32, device=q.device)
 
@@ -110,7 +113,7 @@ def _forward(
     )
     _shared.refuse("page_table", page_table, _shared.PAGED)
     _shared.refuse("q_v", q_v, flash_attn_3._QV)
-    _shared.refuse("attention_chunk", attention_chunk, flash_attn_3._CHUNK, absent=0)
+    _shared.refuse("attention_chunk", attention_chunk, _CHUNK, absent=0)
     packing, rows = _packing(
         q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
     )

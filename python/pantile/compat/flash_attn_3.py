@@ -10,7 +10,9 @@
   ``pantile.Options(fp8=True)``; codes have no gradient, here as there.
 - ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints about speed: they
   change no result, and pantile plans without them.
-- ``qv`` and ``attention_chunk`` are refused by name.
+- ``attention_chunk`` is a mask of the user's own here (:class:`pantile.Mask`), compiled at its
+  first use on a GPU.
+- ``qv`` is refused by name.
 - softmax_lse of a row that sees no key is -inf.
 """
 
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pantile import fp8
+from pantile import _C, fp8
 from pantile._arguments import shown
 from pantile._attention import attention
 from pantile._merge import merge_attention
@@ -39,7 +41,6 @@ __all__ = [
 
 _FP8 = torch.float8_e4m3fn
 _QV = "a second product with the values is not served; leave it out"
-_CHUNK = "chunked attention is not served; use window_size"
 
 
 def attend(
@@ -91,6 +92,21 @@ def attend(
     return _shared.written_to(out, answer)
 
 
+def _chunks_of(attention_chunk: Any, q: Tensor, rows: Any, keys: Any) -> dict | None:
+    """The variant. ``rows`` and ``keys``: of a sequence, or int32 tensors [batch]."""
+    chunk = _shared.chunk_of(attention_chunk)
+    if not chunk:
+        return None
+    if q.dtype is _FP8:
+        raise _C.UnsupportedError(
+            f"attention_chunk is {chunk}; FP8 attention does not serve it, 16 bits do"
+        )
+    shift = keys - rows
+    if not isinstance(shift, Tensor):
+        shift = torch.full((1,), shift, dtype=torch.int32, device=q.device)
+    return {"mask": _shared.chunk_mask(chunk, shift)}
+
+
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -116,7 +132,8 @@ def flash_attn_func(
         q, k, v: ``[batch, seqlen, heads, head_dim]``, 16-bit or all three float8_e4m3fn.
         softmax_scale, causal, window_size, softcap, deterministic: as in
             :func:`pantile.compat.flash_attn.flash_attn_func`.
-        qv, attention_chunk: refused.
+        qv: refused.
+        attention_chunk: queries see the keys of their own chunk of so many; 0: all chunks.
         q_descale, k_descale, v_descale: float32 ``[batch, heads_k]``, of FP8 operands.
         num_splits, pack_gqa, sm_margin: hints without effect.
         return_attn_probs: also return the LSE; its name is theirs.
@@ -125,9 +142,9 @@ def flash_attn_func(
         out, or ``(out, softmax_lse)``.
     """
     _shared.refuse("qv", qv, _QV)
-    _shared.refuse("attention_chunk", attention_chunk, _CHUNK, absent=0)
     return attend(
         *(q, k, v, {}, (q_descale, k_descale, v_descale)),
+        variant=_chunks_of(attention_chunk, q, q.shape[1], k.shape[1]),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -202,14 +219,14 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in
             :func:`pantile.varlen_attention`.
         seqused_q, seqused_k: int32 ``[batch]``: how many rows of each sequence exist.
-        qv, attention_chunk: refused.
+        qv: refused.
+        attention_chunk: queries see the keys of their own chunk of so many; 0: all chunks.
         num_splits, pack_gqa, sm_margin: hints without effect.
 
     Returns:
         out, or ``(out, softmax_lse [heads, total_q])``.
     """
     _shared.refuse("qv", qv, _QV)
-    _shared.refuse("attention_chunk", attention_chunk, _CHUNK, absent=0)
     packing = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -218,8 +235,14 @@ def flash_attn_varlen_func(
         "seqused_q": seqused_q,
         "seqused_k": seqused_k,
     }
+    variant = None
+    if attention_chunk:
+        rows = cu_seqlens_q.diff() if seqused_q is None else seqused_q
+        keys = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        variant = _chunks_of(attention_chunk, q, rows, keys)
     return attend(
         *(q, k, v, packing, (q_descale, k_descale, v_descale)),
+        variant=variant,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -303,7 +326,8 @@ def flash_attn_with_kvcache(
             may differ.
         k, v: ``[batch, seqlen_new, heads_k, head_dim]``, or with ``cu_seqlens_k_new`` packed:
             written to the slots from ``cache_seqlens`` on.
-        qv, attention_chunk: refused.
+        qv: refused.
+        attention_chunk: queries see the keys of their own chunk of so many; 0: all chunks.
         rotary_cos, rotary_sin, cache_seqlens, cache_leftpad, rotary_interleaved: as in
             :func:`pantile.compat.flash_attn.flash_attn_with_kvcache`.
         cache_batch_idx: int32 ``[batch]``: which row of the cache, or of ``page_table``, a sequence
@@ -325,7 +349,6 @@ def flash_attn_with_kvcache(
         pantile.UnsupportedError: a tensor requires grad, or an argument that is refused is set.
     """
     _shared.refuse("qv", qv, _QV)
-    _shared.refuse("attention_chunk", attention_chunk, _CHUNK, absent=0)
     if cu_seqlens_q is not None:
         max_seqlen_q = _shared.longest_of("max_seqlen_q", max_seqlen_q)
     place = _cache.Place(
@@ -335,7 +358,7 @@ def flash_attn_with_kvcache(
     return _cache.attend(
         *(q, place, (k, v)),
         _cache.Rotation(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
-        _cache.Mask(causal, _shared.window_of(window_size)),
+        _cache.Mask(causal, _shared.window_of(window_size), _shared.chunk_of(attention_chunk)),
         (q_descale, k_descale, v_descale),
         scale=softmax_scale,
         softcap=_shared.softcap_of(softcap),
