@@ -45,6 +45,17 @@ Status compile_plan(const Plan& plan) {
 }
 
 template <class Plan>
+Status describe_plan(const Plan& plan, jit::KernelState* states, int capacity, int* count) {
+  std::vector<jit::Request> requests;
+  Status status = list_kernels(plan, &requests);
+  *count = static_cast<int>(requests.size());
+  for (int i = 0; i < *count && i < capacity && status.ok(); ++i) {
+    status = jit::look_up(requests[static_cast<std::size_t>(i)], &states[i]);
+  }
+  return status;
+}
+
+template <class Plan>
 Status write_plan(const Plan& plan, const char* folder, jit::KernelFacts* facts, int capacity,
                   int* count) {
   if (folder == nullptr || *folder == '\0') {
@@ -73,6 +84,14 @@ Status compile(const BackwardPlan& plan) {
 }
 
 namespace jit {
+
+Status describe(const ForwardPlan& plan, KernelState* states, int capacity, int* count) {
+  return describe_plan(plan, states, capacity, count);
+}
+
+Status describe(const BackwardPlan& plan, KernelState* states, int capacity, int* count) {
+  return describe_plan(plan, states, capacity, count);
+}
 
 Status compile_to_folder(const ForwardPlan& plan, const char* folder, KernelFacts* facts,
                          int capacity, int* count) {

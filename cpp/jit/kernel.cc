@@ -12,10 +12,22 @@
 
 namespace pantile::jit {
 
+namespace {
+
+// Never destroyed: kernels stay as long as the process.
+Store& store() {
+  static auto& only = *new Store(this_machine());
+  return only;
+}
+
+}  // namespace
+
 Status find_kernel(const Request& request, void* stream, const Kernel** kernel) {
-  // Never destroyed: kernels stay as long as the process.
-  static auto& store = *new Store(this_machine());
-  return store.find(request, stream, kernel);
+  return store().find(request, stream, kernel);
+}
+
+Status look_up(const Request& request, KernelState* state) {
+  return store().look_up(request, state);
 }
 
 Status find_nvrtc(char* text, int capacity) {

@@ -44,6 +44,10 @@ struct Kernel {
 // in memory: hashing and comparing the source.
 Status find_kernel(const Request& request, void* stream, const Kernel** kernel);
 
+// Where find_kernel() would take the kernel from, and what is known of it; see pantile/jit.h.
+struct KernelState;
+Status look_up(const Request& request, KernelState* state);
+
 // Compiles, needing no GPU, and writes the file to a folder; see pantile/jit.h.
 struct KernelFacts;
 Status compile_to_folder(const Request& request, const std::string& folder, KernelFacts* facts);

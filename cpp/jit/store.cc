@@ -1,6 +1,7 @@
 #include "jit/store.h"
 
 #include <chrono>
+#include <cstdio>
 #include <utility>
 
 #include "jit/cache.h"
@@ -8,6 +9,7 @@
 #include "jit/load.h"
 #include "jit/log.h"
 #include "jit/nvrtc.h"
+#include "pantile/jit.h"
 
 namespace pantile::jit {
 namespace {
@@ -74,20 +76,28 @@ Status Store::compile(const Settings& settings, const Request& request, Image* i
   return Status();
 }
 
-Status Store::image_of(const Settings& settings, const Request& request, Image* image,
-                       std::string* origin) const {
+bool Store::read_from_disk(const Settings& settings, const Request& request, Image* image,
+                           std::string* origin) const {
   const std::string key = image_key(request);
   for (const std::string& folder : settings.shipped) {
     if (read_from(folder, key, image)) {
       *origin = "shipped: " + image_path(folder, key);
-      return Status();
+      return true;
     }
   }
   for (const std::string& folder : settings.cache) {
     if (read_from(folder, key, image)) {
       *origin = "disk: " + image_path(folder, key);
-      return Status();
+      return true;
     }
+  }
+  return false;
+}
+
+Status Store::image_of(const Settings& settings, const Request& request, Image* image,
+                       std::string* origin) const {
+  if (read_from_disk(settings, request, image, origin)) {
+    return Status();
   }
   *origin = "compiled";
   return compile(settings, request, image);
@@ -174,6 +184,36 @@ Status Store::find(const Request& request, void* stream, const Kernel** kernel) 
     entry.ready.store(entry.kernel.get(), std::memory_order_release);
   }
   *kernel = entry.kernel.get();
+  return Status();
+}
+
+Status Store::look_up(const Request& request, KernelState* state) {
+  const auto fill = [state](const std::string& origin, int registers, int spill_bytes,
+                            const std::string& advisories) {
+    std::snprintf(state->origin, sizeof state->origin, "%s", origin.c_str());
+    state->registers = registers;
+    state->spill_bytes = spill_bytes;
+    std::snprintf(state->advisories, sizeof state->advisories, "%s", advisories.c_str());
+  };
+  *state = KernelState{};
+  std::snprintf(state->name, sizeof state->name, "%s", request.name.c_str());
+  if (const Kernel* const ready = entry_of(request).ready.load(std::memory_order_acquire)) {
+    state->in_memory = true;
+    fill(ready->origin, ready->registers, ready->spill_bytes, ready->advisories);
+    return Status();
+  }
+  Settings settings;
+  const Status status = machine_.settings(&settings);
+  if (!status.ok()) {
+    return status;
+  }
+  Image image;
+  std::string origin;
+  if (settings.mode != Mode::off && read_from_disk(settings, request, &image, &origin)) {
+    fill(origin, image.registers, image.spill_bytes, image.advisories);
+  } else {
+    fill("not compiled yet", 0, 0, "");
+  }
   return Status();
 }
 

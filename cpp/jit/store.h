@@ -32,6 +32,9 @@ class Store {
 
   Status find(const Request& request, void* stream, const Kernel** kernel);
 
+  // Where find() would take it from, and what is known of it.
+  Status look_up(const Request& request, KernelState* state);
+
  private:
   // Threads that ask for the same kernel wait for the first; others do not.
   struct Entry {
@@ -42,6 +45,8 @@ class Store {
 
   Entry& entry_of(const Request& request);
   Status make(const Request& request, std::unique_ptr<Kernel>* kernel) const;
+  bool read_from_disk(const Settings& settings, const Request& request, Image* image,
+                      std::string* origin) const;
   Status image_of(const Settings& settings, const Request& request, Image* image,
                   std::string* origin) const;
   Status compile(const Settings& settings, const Request& request, Image* image) const;

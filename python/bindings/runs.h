@@ -1,9 +1,11 @@
 // Running and explaining a plan for the tensors of a Python call.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "changes.h"
@@ -335,6 +337,29 @@ void compile_pass(Request request, Problem* problem, std::initializer_list<Opera
   raise_unless_ok(status);
 }
 
+// The kernels of a plan that are compiled at run time, as things stand.
+template <class Plan>
+nb::list run_time_kernels(const Plan& plan) {
+  nb::list found;
+  if constexpr (std::is_same_v<Plan, ForwardPlan> || std::is_same_v<Plan, BackwardPlan>) {
+    std::vector<jit::KernelState> states(4);
+    int count = 0;
+    raise_unless_ok(jit::describe(plan, states.data(), static_cast<int>(states.size()), &count));
+    states.resize(static_cast<std::size_t>(std::min(count, static_cast<int>(states.size()))));
+    for (const jit::KernelState& state : states) {
+      nb::dict one;
+      one["name"] = state.name;
+      one["origin"] = state.origin;
+      one["in_memory"] = state.in_memory;
+      one["registers"] = state.registers;
+      one["spill_bytes"] = state.spill_bytes;
+      one["advisories"] = state.advisories;
+      found.append(one);
+    }
+  }
+  return found;
+}
+
 template <class Plan, class Problem>
 nb::dict explain_pass(Request request, Problem* problem, std::initializer_list<Operand> operands) {
   const bool preferred = request.backend_preferred;
@@ -361,6 +386,7 @@ nb::dict explain_pass(Request request, Problem* problem, std::initializer_list<O
   answer["workspace_bytes"] = plan.workspace.bytes;
   answer["o_low"] = asks_for(*problem, Feature::o_low);
   answer["softmax"] = status.ok() ? softmax_text(plan) : "";
+  answer["compiled"] = status.ok() ? run_time_kernels(plan) : nb::list();
   return answer;
 }
 

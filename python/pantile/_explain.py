@@ -23,6 +23,25 @@ class Verdict:
     closest: bool = False  # of its backend's rows the one that is most like the call
 
 
+@dataclass(frozen=True)
+class RunTimeKernel:
+    """A kernel that is compiled at run time, as things stand: explain compiles nothing."""
+
+    name: str  # with its variant: "hopper_forward_bf16_d128_causal softcap+dropout"
+    origin: str  # "compiled", "disk: <file>", "shipped: <file>" or "not compiled yet"
+    in_memory: bool
+    registers: int  # of a thread; this and the next are 0 before it is compiled
+    spill_bytes: int
+    advisories: str  # the compiler's remarks on slow code
+
+    def line(self) -> str:
+        text = f"  compiled at run time: {self.name}: {self.origin}"
+        if self.registers == 0:
+            return f"{text}; the first call does that, or pantile.compile"
+        text += f", {self.registers} registers, {self.spill_bytes} bytes of spills"
+        return text + (f", advisory {self.advisories}" if self.advisories else "")
+
+
 def _verdict(row: Verdict) -> str:
     return "chosen" if row.chosen else row.reason or "would serve, comes later"
 
@@ -44,6 +63,7 @@ class PassExplanation:
     folds_scale: bool = False  # q is copied times -1 or 0, and scale made positive
     backend_gave_way: bool = False  # PANTILE_BACKEND names one that does not serve the call
     o_low: bool = False  # the pass writes or reads 8 more bits of a 16-bit output
+    compiled: tuple[RunTimeKernel, ...] = ()  # of variants, on a GPU
 
     def lines(self, title: str, verbose: bool = False) -> list[str]:
         if self.kernel is None:
@@ -58,6 +78,7 @@ class PassExplanation:
         lines = [head]
         if self.backend_gave_way:
             lines.append("  PANTILE_BACKEND names a backend that does not serve this call")
+        lines += [kernel.line() for kernel in self.compiled]
         if self.softmax:
             lines.append(f"  softmax: {self.softmax}")
         if self.o_low:
@@ -129,8 +150,11 @@ def _pass(answer: dict) -> PassExplanation:
     bits = answer["copies"]
     copies = tuple(name for bit, name in enumerate(_COPY_NAMES) if bits >> bit & 1)
     rows = tuple(Verdict(**row) for row in answer["rows"])
+    compiled = tuple(RunTimeKernel(**kernel) for kernel in answer["compiled"])
     changes = {"pads_head_dims": bool(bits & PAD_HEAD_DIMS), "folds_scale": bool(bits & FOLD_SCALE)}
-    return PassExplanation(**{**answer, "copies": copies, "rows": rows, **changes})
+    return PassExplanation(
+        **{**answer, "copies": copies, "rows": rows, "compiled": compiled, **changes}
+    )
 
 
 def wanted_gradients(variant) -> tuple[bool, bool, bool, int]:

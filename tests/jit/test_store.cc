@@ -156,6 +156,35 @@ TEST_F(StoreTest, FoldersAreTriedInTheirOrder) {
   EXPECT_TRUE(Messages::get().warnings.empty());
 }
 
+TEST_F(StoreTest, LookingSaysWhereAKernelComesFrom) {
+  const auto look = [this](Store& store) {
+    KernelState state;
+    EXPECT_TRUE(store.look_up(request_of("source"), &state).ok());
+    EXPECT_STREQ(state.name, request_of("source").name.c_str());
+    return state;
+  };
+  Store first(machine());
+  KernelState state = look(first);
+  EXPECT_STREQ(state.origin, "not compiled yet");
+  EXPECT_EQ(state.registers, 0);
+  EXPECT_FALSE(state.in_memory);
+  EXPECT_EQ(compiled + loaded, 0);  // looking does neither
+  ASSERT_TRUE(first.find(request_of("source"), nullptr, &kernel).ok());
+  state = look(first);
+  EXPECT_STREQ(state.origin, "compiled");
+  EXPECT_TRUE(state.in_memory);
+  EXPECT_EQ(state.registers, kernel->registers);
+  Store second(machine());
+  state = look(second);
+  EXPECT_EQ(std::string(state.origin),
+            "disk: " + image_path(folder, image_key(request_of("source"))));
+  EXPECT_FALSE(state.in_memory);
+  EXPECT_EQ(state.registers, kernel->registers);
+  EXPECT_EQ(state.spill_bytes, kernel->spill_bytes);
+  EXPECT_EQ(compiled, 1);
+  EXPECT_EQ(loaded, 1);
+}
+
 TEST_F(StoreTest, AFolderThatTakesNothingIsToldOnce) {
   write_text(in_folder("file"), "");
   set_cache_folders(in_folder("file/none").c_str());

@@ -3,6 +3,7 @@ NVRTC is looked for, and that plain calls load nothing. The rest is in tests/jit
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pantile
 import pytest
 from pantile import _C, _jit
 from pantile import __main__ as command_line
+from pantile._explain import RunTimeKernel
 
 KERNEL = """
 [[kernel]]
@@ -215,3 +217,18 @@ def test_compile_looks_at_both_passes():
     lengths = torch.tensor([0, 8], dtype=torch.int32)
     packed = q[0], k[0], v[0]
     assert pantile.compile(*packed, lengths, lengths, 8, 8, dropout=0.1) is None
+
+
+def test_explain_says_where_kernels_come_from():
+    known = RunTimeKernel("row softcap", "disk: /k.kernel", False, 168, 8, "C7515")
+    assert known.line() == (
+        "  compiled at run time: row softcap: disk: /k.kernel, 168 registers, 8 bytes of spills, "
+        "advisory C7515"
+    )
+    unknown = RunTimeKernel("row softcap", "not compiled yet", False, 0, 0, "")
+    assert unknown.line().endswith("not compiled yet; the first call does that, or pantile.compile")
+    q = np.ones((1, 4, 1, 8), np.float32)
+    plan = pantile.explain(q, q, q, softcap=2.0)
+    assert plan.forward.compiled == plan.backward.compiled == ()  # the CPU needs no compiler
+    shown = dataclasses.replace(plan.forward, compiled=(known,)).lines("forward")
+    assert known.line() in shown

@@ -58,6 +58,23 @@ struct KernelFacts {
   double seconds = 0.0;      // that the compiler took
 };
 
+// A kernel of a plan that is compiled at run time, as things stand: looking compiles, loads and
+// launches nothing. What is unknown before it is compiled is 0.
+struct KernelState {
+  char name[128] = "";    // "hopper_forward_bf16_d128_causal softcap+dropout"
+  char origin[600] = "";  // "compiled", "disk: <file>", "shipped: <file>", or "not compiled yet"
+  bool in_memory = false;
+  int registers = 0;
+  int spill_bytes = 0;
+  char advisories[64] = "";
+};
+
+// Sets `count` to the number of such kernels, 0 when the library has them all, and writes the
+// states of the first `capacity`.
+PANTILE_API Status describe(const ForwardPlan& plan, KernelState* states, int capacity, int* count);
+PANTILE_API Status describe(const BackwardPlan& plan, KernelState* states, int capacity,
+                            int* count);
+
 // For machines without NVRTC: compiles the kernels of a plan, needing no GPU, into a folder where
 // PANTILE_CACHE or set_shipped_folders() finds them. Sets `count` to the number of kernels, 0 when
 // the library has them all, and writes the facts of the first `capacity`.
