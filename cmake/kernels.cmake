@@ -1,9 +1,11 @@
 # Reads cuda/kernels.def, the list of GPU kernels, and writes into the build tree
 #   generated/kernel_rows.inc        the same rows with their names, for cpp/host/kernel_table.cc,
 #   generated/kernel_rows_<pass>.inc and those of one pass
-#   generated/instances/<file>.cu    the kernel instances of rows that differ in the mask only, each
-#                                    from cuda/instance.cu.in: reading the headers takes as long
-#                                    as compiling one instance
+#   generated/instances/<file>.cu    the kernel instances of rows that differ only in the mask, or in
+#                                    bf16 or f16 (`16bit` in the name), each from
+#                                    cuda/instance.cu.in: reading the headers takes as long as
+#                                    compiling one instance, and machine code and PTX of two dtypes
+#                                    compress better together
 # Kernels that several rows share are in cuda/<family>/row_kernels.cu, and those of 8-bit caches in
 # cuda/<family>/decode/codes_d<head dim>.cu.
 # Files that are compiled for the same targets make one object library: those of the hopper
@@ -37,12 +39,13 @@ function(pantile_read_kernels)
     if(NOT backend IN_LIST PANTILE_CUDA_FAMILIES)
       message(FATAL_ERROR "pantile: unknown backend '${backend}' in cuda/kernels.def: ${_row}")
     endif()
-    if(head_dim EQUAL head_dim_v)
-      set(_file ${backend}_${pass}_${dtype}_d${head_dim})
-    else()
-      set(_file ${backend}_${pass}_${dtype}_d${head_dim}x${head_dim_v})
+    set(_dims d${head_dim})
+    if(NOT head_dim EQUAL head_dim_v)
+      string(APPEND _dims x${head_dim_v})
     endif()
-    set(name ${_file}_${mask})
+    set(name ${backend}_${pass}_${dtype}_${_dims}_${mask})
+    string(REGEX REPLACE "^b?f16$" "16bit" _width ${dtype})
+    set(_file ${backend}_${pass}_${_width}_${_dims})
     if(PANTILE_KERNELS AND NOT name MATCHES "${PANTILE_KERNELS}")
       continue()
     endif()

@@ -15,6 +15,7 @@ from typing import Any
 
 Figures = dict[str, Any]
 MASKS = ("full", "causal", "window", "any")  # in the order of MaskKind (registry.h)
+DTYPES = ("f32", "f16", "bf16", "e4m3")  # in the order of DType (dtype.h)
 BUDGET = pathlib.Path(__file__).with_name("kernel_budget.json")
 
 
@@ -76,14 +77,20 @@ def row_names(build: pathlib.Path) -> list[str]:
 
 
 def file_of(row: str) -> str:
-    """The generated file with the instance of a row: rows that differ in the mask share one."""
-    return row.rpartition("_")[0]
+    """The generated file with the instance of a row: rows that differ in the mask, or in bf16 or
+    f16, share one."""
+    return re.sub(r"_b?f16_", "_16bit_", row.rpartition("_")[0])
 
 
 def row_of(file: str, mangled: str) -> str:
-    """The row of a kernel in such a file, by the MaskKind among its template arguments. A kernel
-    without one is of a row for any mask."""
+    """The row of a kernel in such a file, by the MaskKind and the DType among its template
+    arguments. A kernel without a MaskKind is of a row for any mask."""
     mask = re.search(r"8MaskKindE(\d)E", mangled)
+    if "_16bit_" in file:
+        dtype = re.search(r"5DTypeE(\d)E", mangled)
+        if not dtype:
+            raise SystemExit(f"{file}: no DType among the template arguments of {mangled}")
+        file = file.replace("_16bit_", f"_{DTYPES[int(dtype[1])]}_")
     return f"{file}_{MASKS[int(mask[1])] if mask else 'any'}"
 
 

@@ -191,13 +191,21 @@ def test_a_file_holds_rows_that_differ_in_the_mask(tmp_path):
 
 
 def test_rows_of_kernels():
-    assert kernel_budget.file_of("hopper_forward_bf16_d192x128_full") == (
-        "hopper_forward_bf16_d192x128"
-    )
+    for dtype in ("bf16", "f16"):
+        row = f"hopper_forward_{dtype}_d192x128_full"
+        assert kernel_budget.file_of(row) == "hopper_forward_16bit_d192x128"
+    assert kernel_budget.file_of("ampere_forward_f32_d64_any") == "ampere_forward_f32_d64"
     symbol = "_ZN7pantile6hopper14forward_kernelINS0_14ForwardVariantILi64ELNS_8MaskKindE1EEEEvv"
-    assert kernel_budget.row_of("hopper_forward_bf16_d64", symbol) == (
-        "hopper_forward_bf16_d64_causal"
+    assert kernel_budget.row_of("hopper_forward_e4m3_d64", symbol) == (
+        "hopper_forward_e4m3_d64_causal"
     )
-    assert kernel_budget.row_of("ampere_backward_f16_d64", "_Z4kernv") == (
-        "ampere_backward_f16_d64_any"
+    assert kernel_budget.row_of("ampere_backward_f32_d64", "_Z4kernv") == (
+        "ampere_backward_f32_d64_any"
     )
+    for number, dtype in ((1, "f16"), (2, "bf16")):
+        both = symbol.replace("EEEEvv", f"EEELNS_5DTypeE{number}EEEvv")
+        assert kernel_budget.row_of("hopper_forward_16bit_d64", both) == (
+            f"hopper_forward_{dtype}_d64_causal"
+        )
+    with pytest.raises(SystemExit, match="hopper_forward_16bit_d64: no DType"):
+        kernel_budget.row_of("hopper_forward_16bit_d64", symbol)
