@@ -159,10 +159,10 @@ def _keep(found: Autotuned) -> Autotuned:
 
 def _read(path: str) -> Autotuned | None:
     """None: of another library, or not to be used, which is said."""
-    if why := _distrust(path):
-        log.warning("%s: no choice is read from it", why)
-        return None
     try:
+        if why := _distrust(path):
+            log.warning("%s: no choice is read from it", why)
+            return None
         with open(path) as file:
             kept = json.loads(file.read(_LARGEST_FILE))
         if kept.pop("format") != _FORMAT or kept.pop("library") != _library_hash():
