@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import subprocess
 import sys
 import textwrap
@@ -606,3 +607,54 @@ def run_python(source: str, *arguments: str, timeout: float = 120, **environment
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+# Reads [source, environments]; prints [exit status, output] of each, of a child that has torch.
+_CHILDREN = """
+    import json, os, sys, traceback
+    import torch
+
+    source, environments = json.load(sys.stdin)
+    answers = []
+    for environment in environments:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.environ.update(environment)
+            for descriptor in (1, 2):
+                os.dup2(writing, descriptor)
+            status = 0
+            try:
+                exec(compile(source, "source", "exec"), {"__name__": "__main__"})
+            except BaseException:
+                traceback.print_exc()
+                status = 1
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        os.close(writing)
+        with open(reading) as output:
+            text = output.read()
+        answers.append((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text))
+    print(json.dumps(answers))
+"""
+
+
+def run_python_in_each(
+    source: str, environments: list[dict[str, str]], timeout: float = 300
+) -> list[str]:
+    """What ``source`` prints with each of the environment variables: pantile is imported anew every
+    time, torch, which takes seconds and reads none of them, once."""
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_CHILDREN)],
+        input=json.dumps([textwrap.dedent(source), environments]),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    answers = json.loads(result.stdout)
+    for environment, (status, text) in zip(environments, answers, strict=True):
+        assert status == 0, f"{environment}: {text}"
+    return [text for _, text in answers]

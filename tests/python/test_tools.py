@@ -11,7 +11,7 @@ import torch
 from pantile import __main__ as command_line
 from pantile import _check, reference
 from pantile.experimental import SoftmaxOptions
-from support import run_python
+from support import run_python, run_python_in_each
 
 # ---- explain
 
@@ -197,21 +197,19 @@ def test_environment_sets_the_softmax():
     assert run_python(source).split() == ["auto", "auto", "None"]
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"PANTILE_TENSOR_SHARE": "0.5"},
-        {"PANTILE_TENSOR_SHARE": "0"},
-        {"PANTILE_SOFTMAX": "vector"},
-        {"PANTILE_SOFTMAX": "tensor"},
-        {"PANTILE_SOFTMAX": "tensor", "PANTILE_TENSOR_SHARE": "1"},
-        {"PANTILE_SOFTMAX": "vector", "PANTILE_TENSOR_SHARE": "0.25"},
-    ],
-    ids=str,
-)
-def test_environment_of_the_softmax_fails_no_call(environment):
+SOFTMAX_ENVIRONMENTS = [
+    {"PANTILE_TENSOR_SHARE": "0.5"},
+    {"PANTILE_TENSOR_SHARE": "0"},
+    {"PANTILE_SOFTMAX": "vector"},
+    {"PANTILE_SOFTMAX": "tensor"},
+    {"PANTILE_SOFTMAX": "tensor", "PANTILE_TENSOR_SHARE": "1"},
+    {"PANTILE_SOFTMAX": "vector", "PANTILE_TENSOR_SHARE": "0.25"},
+]
+
+
+def test_environment_of_the_softmax_fails_no_call():
     """It is a preference; what a call asks for itself is served or refused."""
-    output = run_python(
+    outputs = run_python_in_each(
         """
         import dataclasses
         import torch, pantile
@@ -235,10 +233,11 @@ def test_environment_of_the_softmax_fails_no_call(environment):
             except (pantile.UnsupportedError, ValueError) as error:
                 print("refused")
         """,
-        **environment,
+        SOFTMAX_ENVIRONMENTS,
     )
     served = ["cpu_forward_f32", "cpu_forward_e4m3", *["cpu_forward_f32"] * 3]
-    assert output.split() == [*served, *["refused"] * 4]
+    for environment, output in zip(SOFTMAX_ENVIRONMENTS, outputs, strict=True):
+        assert output.split() == [*served, *["refused"] * 4], environment
 
 
 @pytest.mark.parametrize(
@@ -308,27 +307,28 @@ def test_devices():
 
 def test_lower_instruction_sets_give_right_results():
     """PANTILE_CPU_ISA forces what an older processor would run."""
-    for isa in ("baseline", "avx2", "avx512", "avx512_bf16"):
-        output = run_python(
-            """
-            import torch, pantile
-            from pantile import reference
-            torch.manual_seed(0)
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                q, k, v = (torch.randn(1, n, 2, 72).to(dtype) for n in (70, 90, 90))
-                q, k, v = (x.requires_grad_() for x in (q, k, v))
-                o = pantile.attention(q, k, v, causal=True)
-                grads = torch.autograd.grad(o.float().square().sum(), (q, k, v))
-                d = [x.detach().double().requires_grad_() for x in (q, k, v)]
-                e, _ = reference.attention(*d, causal=True)
-                exact = torch.autograd.grad(e.square().sum(), d)
-                tolerance = 1e-4 if dtype is torch.float32 else 0.06
-                for a, b in zip((o, *grads), (e, *exact)):
-                    assert reference.error(a, b) < tolerance, (dtype, reference.error(a, b))
-            print(pantile.devices()[0]["isa"])
-            """,
-            PANTILE_CPU_ISA=isa,
-        )
+    sets = ("baseline", "avx2", "avx512", "avx512_bf16")
+    outputs = run_python_in_each(
+        """
+        import torch, pantile
+        from pantile import reference
+        torch.manual_seed(0)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            q, k, v = (torch.randn(1, n, 2, 72).to(dtype) for n in (70, 90, 90))
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            o = pantile.attention(q, k, v, causal=True)
+            grads = torch.autograd.grad(o.float().square().sum(), (q, k, v))
+            d = [x.detach().double().requires_grad_() for x in (q, k, v)]
+            e, _ = reference.attention(*d, causal=True)
+            exact = torch.autograd.grad(e.square().sum(), d)
+            tolerance = 1e-4 if dtype is torch.float32 else 0.06
+            for a, b in zip((o, *grads), (e, *exact)):
+                assert reference.error(a, b) < tolerance, (dtype, reference.error(a, b))
+        print(pantile.devices()[0]["isa"])
+        """,
+        [{"PANTILE_CPU_ISA": isa} for isa in sets],
+    )
+    for isa, output in zip(sets, outputs, strict=True):
         # A set that this processor lacks is not forced on it.
         assert output.strip() in (isa, pantile.devices()[0]["isa"])
 
