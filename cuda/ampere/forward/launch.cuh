@@ -118,7 +118,13 @@ Status launch_softmax(const ForwardParams& params, const ForwardPlan& plan, cuda
                     shared_class_bytes(decltype(shared)::value));
       if constexpr (kSoftmax == ForwardSoftmax::vector) {
         if (plan.problem.seqlen_k > kLongRowKeys) {
-          return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, kTile, kSoftmax, true>(
+          // One kernel for all masks: full and causal ones are windows too, and differ from them at
+          // the edges of a row only.
+          constexpr MaskKind kLong = kMask == MaskKind::any ? kMask : MaskKind::window;
+          constexpr ForwardTile kLongTile = forward_tile(kHeadDim, kHeadDimV, kLong, kShared);
+          static_assert(kLongTile.tile_q == kTile.tile_q,
+                        "the plan counts tiles of this many rows");
+          return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kLong, kLongTile, kSoftmax, true>(
               params, plan, stream);
         }
       }
