@@ -47,6 +47,7 @@ class Mutation:
 FILE_OF_SUITE = {
     "Blocked": "test_blocked.cc",
     "Dropout": "test_dropout.cc",
+    "Fp8Steps": "test_fp8_steps.cc",
     "Fragment": "test_fragment.cc",
     "Geometry": "test_geometry.cc",
     "Hadamard": "test_hadamard.cc",
@@ -530,6 +531,20 @@ LISTED = {
             "Hadamard.FiniteRowsStayFiniteAndOthersDoNot",
             "x[c] *= hadamard_factor(c, group);",
             "x[c] *= hadamard_factor(c, 1);",
+        ),
+    ],
+    "fp8_steps.h": [
+        ("Fp8Steps.ProductsWithValuesFitFp16", "? 0.0625f : 0.03125f", "? 0.125f : 0.03125f"),
+        ("Fp8Steps.ProductsWithValuesFitFp16", "? 0.0625f : 0.03125f", "? 0.0625f : 0.0625f"),
+        (
+            "Fp8Steps.ScalesOfWeightsHaveInversesInFp16",
+            "scale.scale < kLeast",
+            "scale.scale < -kLeast",
+        ),
+        (
+            "Fp8Steps.LargeWeightsUseAllOfE4m3",
+            "block_scale(amax, kE4m3Max);\n  return scale",
+            "block_scale(amax, 2.0f * kE4m3Max);\n  return scale",
         ),
     ],
     "scaling.h": [

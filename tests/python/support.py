@@ -457,7 +457,7 @@ class Dirt:
             for (owner, name), function in dirty.items():
                 setattr(owner, name, function)
             if _fast_path.THREADS_FOLLOW:
-                _C.set_plain(*plain, dirty[torch, "empty_like"])
+                _C.set_plain(*plain, dirty[torch, "empty_like"], torch.float32)
             with _runtime.checked_workspaces(self.fill):
                 yield self
         finally:
@@ -466,7 +466,7 @@ class Dirt:
             if not own:
                 del torch.Tensor.new_empty
             if _fast_path.THREADS_FOLLOW:
-                _C.set_plain(*plain, torch.empty_like)
+                _C.set_plain(*plain, torch.empty_like, torch.float32)
 
 
 def _tensors(found) -> list[torch.Tensor]:

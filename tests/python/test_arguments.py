@@ -255,6 +255,9 @@ CALLS = {
 }
 # Without arguments, or holding answers: nothing to get wrong. Mask and Score: test_expressions.py.
 PLAIN = {
+    "Autotuned",  # with autotune and clear_autotuned: test_autotune.py
+    "autotune",
+    "clear_autotuned",
     "DecodeExplanation",
     "Explanation",
     "FlexMask",  # this and flex_attention: test_flex.py
