@@ -28,9 +28,9 @@ inline void log_to_python(jit::LogLevel level, const char* text) {
   if (!nb::is_alive() || hooks().jit_log == nullptr) {
     return;
   }
-  const nb::gil_scoped_acquire locked;
+  const Locked locked;
   try {
-    nb::handle(hooks().jit_log)(static_cast<int>(level), text);
+    call_python(hooks().jit_log, static_cast<int>(level), text);
   } catch (nb::python_error& error) {
     error.discard_as_unraisable("the log of pantile");
   }

@@ -16,6 +16,7 @@
 #include "kv_plan.h"
 #include "pantile/fields.h"
 #include "request.h"
+#include "unlocked.h"
 
 namespace pantile::python {
 
@@ -226,7 +227,7 @@ class PlanCache {
     }
     if (hooks().plan_log != nullptr) {
       const std::string text = plan_text(problem, plan);
-      nb::handle(hooks().plan_log)(text.c_str());
+      call_python(hooks().plan_log, text.c_str());
     }
     Entry& oldest = set.entries[set.oldest];
     set.oldest = (set.oldest + 1) % set.entries.size();

@@ -24,7 +24,7 @@ inline void* stream_of(Device device) {
       throw nb::python_error();
     }
   } else if (device.type == DeviceType::cuda && hooks().current_stream != nullptr) {
-    const nb::object answer = nb::handle(hooks().current_stream)(device.index);
+    const nb::object answer = call_python(hooks().current_stream, device.index);
     stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(answer));
   }
   return stream;
@@ -86,7 +86,7 @@ inline Lent lend(const Workspace& needed, Device device, void* stream, Pass pass
     throw std::runtime_error("workspace on a CUDA device needs torch, which is not loaded");
   }
   // A captured run must not share a block with runs outside of its graph.
-  const bool capturing = nb::cast<bool>(nb::handle(hooks().is_capturing)());
+  const bool capturing = nb::cast<bool>(call_python(hooks().is_capturing));
   LentBefore& before = lent_before(device, stream, pass);
   if (!capturing && !checks_workspaces() && before.pointer != nullptr &&
       before.size.bytes == needed.bytes && before.size.zeroed_bytes == needed.zeroed_bytes) {
@@ -94,9 +94,9 @@ inline Lent lend(const Workspace& needed, Device device, void* stream, Pass pass
     return lent;
   }
   before.pointer = nullptr;  // Python may free it, and then fail
-  lent.owner = nb::handle(hooks().lend_workspace)(
-      device.index, reinterpret_cast<std::uintptr_t>(stream), pass_name(pass), needed.bytes,
-      needed.zeroed_bytes, capturing);
+  lent.owner =
+      call_python(hooks().lend_workspace, device.index, reinterpret_cast<std::uintptr_t>(stream),
+                  pass_name(pass), needed.bytes, needed.zeroed_bytes, capturing);
   lent.pointer = read_tensor(lent.owner, "workspace").data;
   if (!capturing) {
     before.size = needed;
@@ -116,7 +116,7 @@ inline void check_after_run(const Workspace& needed, const Lent& lent, Device de
     require_zero_scratch(needed, pass, "after");
     return;
   }
-  if (!lent.owner.is_valid() || nb::cast<bool>(nb::handle(hooks().is_capturing)())) {
+  if (!lent.owner.is_valid() || nb::cast<bool>(call_python(hooks().is_capturing))) {
     return;
   }
   LentBefore& before = lent_before(device, stream, pass);

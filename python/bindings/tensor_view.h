@@ -12,6 +12,7 @@
 
 #include "dlpack.h"
 #include "hooks.h"
+#include "unlocked.h"
 
 namespace pantile::python {
 
@@ -142,7 +143,7 @@ inline TensorView view_of(const dlpack::Tensor& tensor, const char* name) {
 // torch before 2.11: pantile._runtime.describe() answers (address, device type, device index, dtype
 // code, bits, shape, strides) with DLPack's numbers.
 inline TensorView view_from_attributes(nb::handle object, const char* name) {
-  const nb::tuple fields = nb::cast<nb::tuple>(nb::handle(hooks().describe)(object));
+  const nb::tuple fields = nb::cast<nb::tuple>(call_python(hooks().describe, object));
   TensorView view;
   view.name = name;
   view.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(fields[0]));

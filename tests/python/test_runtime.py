@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import pathlib
 import re
+import shutil
+import subprocess
 import threading
 
 import numpy
@@ -13,7 +16,7 @@ import pytest
 import torch
 from pantile import _C, _runtime
 from pantile._schema import CALL_FIELDS, Call, Variant, bind, call_stub
-from support import run_python
+from support import HERE, run_python
 
 # ---- workspaces of CUDA runs; the lender works on any device
 
@@ -195,6 +198,57 @@ def test_exit_while_a_daemon_thread_is_inside_a_call(library):
         time.sleep(0.1)
         print("done", flush=True)
         """
+    )
+    assert output.split() == ["done"]
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["outside", "inside"])
+def test_exit_while_a_daemon_thread_logs(tmp_path, waits):
+    """A thread that compiles a kernel takes the GIL to log, or loses it inside the logger, while
+    the interpreter ends: that was "terminate called without an active exception"."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler for a library that pretends to be NVRTC")
+    source = pathlib.Path(HERE).parent / "jit" / "fake_nvrtc.cc"
+    version = ["-DFAKE_MAJOR=13", "-DFAKE_MINOR=0"]
+    command = [compiler, "-std=c++17", "-shared", "-fPIC", *version, str(source)]
+    subprocess.run([*command, "-o", str(tmp_path / "libnvrtc.so.13")], check=True)
+    output = run_python(
+        """
+        import sys, threading, time
+        from pantile import _C
+
+        folder, waits = sys.argv[1], sys.argv[2] == "True"
+        entered = threading.Event()
+
+        def log(level, text):
+            entered.set()
+            if waits:
+                time.sleep(0.3)
+
+        _C.set_jit(folder, "", log)
+
+        def work():
+            while True:
+                try:
+                    _C.compile_kernel("k", "broken slow", "k", 90, folder + "/made")
+                except Exception:
+                    pass  # the source is broken: that is what is logged
+
+        class Slow:
+            def __del__(self):  # runs while the interpreter is finalizing, and takes its time
+                end = time.monotonic() + 0.7
+                while time.monotonic() < end:
+                    time.sleep(0.01)
+
+        keep = Slow()
+        for _ in range(2):
+            threading.Thread(target=work, daemon=True).start()
+        assert entered.wait(60)
+        time.sleep(0.1)
+        print("done", flush=True)
+        """,
+        *(str(tmp_path), str(waits)),
     )
     assert output.split() == ["done"]
 
