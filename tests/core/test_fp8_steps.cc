@@ -46,14 +46,16 @@ TEST(Fp8Steps, ScalesOfWeightsHaveInversesInFp16) {
 
 TEST(Fp8Steps, LargeWeightsUseAllOfE4m3) {
   const auto scale = weight_scale(100.0f);
-  EXPECT_NEAR(100.0f * scale.inverse, kE4m3Max, 1e-3f);
+  EXPECT_LE(100.0f * scale.inverse, kE4m3Max);
+  EXPECT_GT(100.0f * scale.inverse, kE4m3Max / 2.0f);  // scales are powers of two
 }
 
 TEST(Fp8Steps, GradientsOfAnySizeUseAllOfE4m3) {
   for (const float amax : {1e-30f, 1e-6f, 1.0f, 1e20f}) {
     const auto scale = score_gradient_scale(amax);
     EXPECT_EQ(scale.scale, block_scale(amax, kE4m3Max).scale) << amax;
-    EXPECT_NEAR(amax * scale.inverse, kE4m3Max, 1e-3f) << amax;
+    EXPECT_LE(amax * scale.inverse, kE4m3Max) << amax;
+    EXPECT_GT(amax * scale.inverse, kE4m3Max / 2.0f) << amax;
   }
 }
 

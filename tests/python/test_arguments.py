@@ -251,6 +251,7 @@ CALLS = {
     "decode_shared_prefix": (pantile.decode_shared_prefix, prefixed),
     "mla_decode": (pantile.mla_decode, latent),
     "KVCache": (lambda **given: decode_cached(**given), dict),
+    "shadow": (lambda **given: attend_watched(**given), dict),
     "fp8.attention": (pantile.fp8.attention, lambda: {"operands": pantile.quantize(**dense())}),
 }
 # Without arguments, or holding answers: nothing to get wrong. Mask and Score: test_expressions.py.
@@ -267,6 +268,8 @@ PLAIN = {
     "PassExplanation",
     "Quantized",
     "Score",
+    "ShadowError",
+    "ShadowReport",
     "UnsupportedError",
     "Verdict",
     "__version__",
@@ -313,6 +316,11 @@ def attend_softmax(**given):
     return attend_with(softmax=SoftmaxOptions(**given))
 
 
+def attend_watched(**given):
+    with pantile.shadow(**{"rate": 1.0, **given}):
+        return pantile.attention(**dense())
+
+
 def parameters(name: str) -> list[str]:
     classes = {
         "BlockMask": pantile.BlockMask,
@@ -322,6 +330,7 @@ def parameters(name: str) -> list[str]:
         "Options": pantile.Options,
         "Prefix": pantile.Prefix,
         "SoftmaxOptions": SoftmaxOptions,
+        "shadow": pantile.shadow,
     }
     found = inspect.signature(classes.get(name, CALLS[name][0])).parameters.values()
     return [x.name for x in found if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
@@ -335,6 +344,7 @@ def test_every_public_function_is_here():
         "KVCache",
         "Options",
         "Prefix",
+        "shadow",
     } == set(pantile.__all__)
 
 
