@@ -147,9 +147,9 @@ class shadow:  # noqa: N801 (read as pantile.shadow)
         self.seed = integer("seed", seed)
         self.gradients = flag("gradients", gradients)
         self._report = ShadowReport()
-        self.forwards = _Sampler(self.rate, f"{self.seed} forward")
+        self.forwards = _Sampler(self.rate, f"{self.seed:x} forward")
         rate = self.rate if self.gradients else 0.0
-        self.backwards = _Sampler(rate, f"{self.seed} backward")
+        self.backwards = _Sampler(rate, f"{self.seed:x} backward")
         self._lock = threading.Lock()  # of the report and of what the GPU has not answered yet
         self._pending: list[Any] = []
         self._is_open = False
