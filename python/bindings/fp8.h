@@ -305,28 +305,22 @@ inline void backward_fp8(nb::tuple operands, nb::handle grad_o, nb::handle grad_
   const TensorView output = read_tensor(o, "o");
   require_contiguous(output);
   const Fp8Shape shape{head_dim, keys, fp8_format(block_q, block_k, smooth_k)};
-  const Request request = fp8_request(output, operands, shape, call);
+  Request request = fp8_request(output, operands, shape, call);
   BackwardProblem problem;
   BackwardTensors tensors;
   problem.deterministic = deterministic;
-  const ForwardProblem& forward = request.problem;
   if (grads.is_none()) {
-    problem.forward = forward;
+    problem.forward = request.problem;
     set_gradient_layouts(&problem);
     raise_unless_served<BackwardPlan>(request, problem);
     return;
   }
-  tensors.forward = read_backward_operands(operands, request);
-  tensors.forward.o = output.data;
+  request.tensors = read_backward_operands(operands, request);
   const TensorView rows = read_tensor(lse, "lse");
-  require_lse(rows, request);
-  require_contiguous(rows);
-  tensors.forward.lse = static_cast<float*>(rows.data);
   const TensorView above = read_tensor(grad_o, "grad_o");
-  require_query_rows(above, request, forward.head_dim_v);
+  take_saved(output, above, rows, request, &problem, &tensors);
+  require_contiguous(rows);
   require_contiguous(above);
-  tensors.grad_o = above.data;
-  problem.grad_o = layout_of(above);
   problem.has_grad_lse = !grad_lse.is_none();
   if (problem.has_grad_lse) {
     const TensorView view = read_tensor(grad_lse, "grad_lse");
@@ -337,7 +331,6 @@ inline void backward_fp8(nb::tuple operands, nb::handle grad_o, nb::handle grad_
   const auto written = nb::cast<nb::tuple>(grads);
   take_gradients(read_tensor(written[0], "grad_q"), read_tensor(written[1], "grad_k"),
                  read_tensor(written[2], "grad_v"), request, &problem, &tensors);
-  problem.forward = forward;
   plan_and_run<BackwardPlan>(request, &problem, tensors, Pass::backward, {});
 }
 
