@@ -77,21 +77,18 @@ inline nb::object attend(nb::handle q, nb::handle k, nb::handle v, const Call& c
   return run_forward_request(&*request) == 0 ? o : nb::none();
 }
 
-// The request with its output, like the query, or nothing.
-inline std::optional<Request> start_sdpa(nb::handle query, nb::handle key, nb::handle value,
-                                         const Call& call, nb::object* out) {
-  std::optional<Request> request =
-      read_dense_request(query, key, value, call, AxisOrder::heads_first);
-  if (!request || !has_dense_rows(request->q)) {
-    return std::nullopt;
+// Gives a request its output, like the query; false where kernels could not write it.
+inline bool add_output(nb::handle query, Request* request, nb::object* out) {
+  if (!has_dense_rows(request->q)) {
+    return false;
   }
   *out = new_like(query);
   const TensorView place = read_rows(*out, "out", AxisOrder::heads_first);
   if (!has_dense_rows(place)) {
-    return std::nullopt;
+    return false;
   }
-  take_output(place, &*request);
-  return request;
+  take_output(place, request);
+  return true;
 }
 
 inline constexpr int kFlashHeadDim = 256;  // the most that torch gives to flash attention
@@ -102,8 +99,8 @@ inline nb::object sdpa(nb::handle query, nb::handle key, nb::handle value, const
   if (!is_plain_call({query, key, value})) {
     return nb::none();
   }
-  nb::object out;
-  std::optional<Request> request = start_sdpa(query, key, value, call, &out);
+  std::optional<Request> request =
+      read_dense_request(query, key, value, call, AxisOrder::heads_first);
   if (!request) {
     return nb::none();
   }
@@ -113,6 +110,10 @@ inline nb::object sdpa(nb::handle query, nb::handle key, nb::handle value, const
   if (problem.heads_q != problem.heads_k || problem.head_dim > kFlashHeadDim || top_left || empty) {
     return nb::none();
   }
+  nb::object out;
+  if (!add_output(query, &*request, &out)) {
+    return nb::none();
+  }
   problem.wants_lse = false;
   return run_forward_request(&*request) == 0 ? out : nb::none();
 }
@@ -120,9 +121,10 @@ inline nb::object sdpa(nb::handle query, nb::handle key, nb::handle value, const
 // (output, LSE) of torch's operator.
 inline nb::object sdpa_forward(nb::handle query, nb::handle key, nb::handle value,
                                const Call& call) {
+  std::optional<Request> request =
+      read_dense_request(query, key, value, call, AxisOrder::heads_first);
   nb::object out;
-  std::optional<Request> request = start_sdpa(query, key, value, call, &out);
-  if (!request) {
+  if (!request || !add_output(query, &*request, &out)) {
     return nb::none();
   }
   nb::object lse = new_lse(query, request->problem);
