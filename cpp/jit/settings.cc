@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <optional>
 
@@ -40,6 +41,15 @@ std::string default_cache() {
   return home.empty() ? "" : home + "/.cache/pantile/kernels";
 }
 
+// Divided by colons. The caller holds the lock.
+std::string cache_text(const Given& from) {
+  if (from.cache) {
+    return *from.cache;
+  }
+  const char* const folders = std::getenv("PANTILE_CACHE");
+  return folders != nullptr ? std::string(folders) : default_cache();
+}
+
 }  // namespace
 
 std::vector<std::string> split_folders(const std::string& text) {
@@ -74,13 +84,7 @@ Status read_settings(Settings* settings) {
   const std::lock_guard<std::mutex> lock(from.mutex);
   settings->nvrtc_folders = split_folders(from.nvrtc_folders);
   settings->shipped = split_folders(from.shipped);
-  if (from.cache) {
-    settings->cache = split_folders(*from.cache);
-  } else if (const char* const folders = std::getenv("PANTILE_CACHE")) {
-    settings->cache = split_folders(folders);
-  } else {
-    settings->cache = split_folders(default_cache());
-  }
+  settings->cache = split_folders(cache_text(from));
   return Status();
 }
 
@@ -92,6 +96,21 @@ void set_nvrtc_folders(const char* folders) {
 void set_cache_folders(const char* folders) {
   const std::lock_guard<std::mutex> lock(given().mutex);
   given().cache = folders == nullptr ? std::nullopt : std::optional<std::string>(folders);
+}
+
+Status cache_folders(char* text, int capacity) {
+  std::string folders;
+  {
+    const std::lock_guard<std::mutex> lock(given().mutex);
+    folders = cache_text(given());
+  }
+  if (text == nullptr || capacity <= 0 || folders.size() >= static_cast<std::size_t>(capacity)) {
+    return Status::error(StatusCode::invalid_argument,
+                         "capacity is %d; the cache folders need %zu characters", capacity,
+                         folders.size() + 1);
+  }
+  std::memcpy(text, folders.c_str(), folders.size() + 1);
+  return Status();
 }
 
 void set_shipped_folders(const char* folders) {

@@ -44,6 +44,13 @@ inline void set_jit(const std::string& nvrtc_folders, const std::string& shipped
   jit::set_log(log_to_python);
 }
 
+// Divided by colons: where kernels, and what was measured, are kept.
+inline std::string cache_folders() {
+  char text[16384] = "";
+  raise_unless_ok(jit::cache_folders(text, sizeof text));
+  return text;
+}
+
 // "13.0, /path/libnvrtc.so.13", or the reason why there is none.
 inline nb::tuple find_nvrtc() {
   char text[512] = "";
@@ -209,6 +216,7 @@ inline nb::list compile_attention(const std::string& pass, const std::string& ba
 inline void bind_jit(nb::module_& module) {
   using namespace nb::literals;
   module.def("set_jit", &set_jit, "nvrtc_folders"_a, "shipped_folders"_a, "log"_a);
+  module.def("cache_folders", &cache_folders);
   module.def("find_nvrtc", &find_nvrtc);
   module.def("compile_kernel", &compile_kernel, "name"_a, "source"_a, "entry"_a, "arch"_a,
              "folder"_a);

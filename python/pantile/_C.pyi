@@ -320,6 +320,9 @@ def set_plan_log(log: Callable[[str], object] | None) -> None: ...
 def set_jit(
     nvrtc_folders: str, shipped_folders: str, log: Callable[[int, str], object]
 ) -> None: ...
+def cache_folders() -> str:
+    """Where kernels compiled at run time are kept, first folder first, divided by colons."""
+
 def find_nvrtc() -> tuple[bool, str]:
     """Version and path of the compiler for kernels that the library has not; or why not."""
 

@@ -71,18 +71,11 @@ def _register() -> None:
     _C.set_tuned_softmax(rows)
 
 
-# ---- files: the folders and the rules of cpp/jit (settings.cc, cache.cc)
+# ---- files: in the folders of cpp/jit, by its rules (cache.cc)
 
 
 def cache_folders() -> list[str]:
-    folders = os.environ.get("PANTILE_CACHE")
-    if folders is None:
-        cache = os.environ.get("XDG_CACHE_HOME", "")
-        if not cache.startswith("/"):
-            home = os.path.expanduser("~")
-            cache = os.path.join(home, ".cache") if home != "~" else ""
-        folders = os.path.join(cache, "pantile", "kernels") if cache else ""
-    return [folder for folder in folders.split(":") if folder]
+    return [folder for folder in _C.cache_folders().split(":") if folder]
 
 
 _library = ""

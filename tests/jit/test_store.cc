@@ -315,6 +315,10 @@ TEST(Settings, FoldersOfTheEnvironment) {
   set_cache_folders("/program");
   ASSERT_TRUE(read_settings(&settings).ok());
   EXPECT_EQ(settings.cache, std::vector<std::string>{"/program"});
+  char text[16] = "";
+  ASSERT_TRUE(cache_folders(text, sizeof text).ok());
+  EXPECT_STREQ(text, "/program");
+  EXPECT_EQ(cache_folders(text, 8).code(), StatusCode::invalid_argument);
   set_cache_folders(nullptr);
 }
 

@@ -34,6 +34,10 @@ PANTILE_API void set_nvrtc_folders(const char* folders);
 // As PANTILE_CACHE, which it replaces; null: PANTILE_CACHE again.
 PANTILE_API void set_cache_folders(const char* folders);
 
+// The cache folders in use, divided by colons, first first; "" if there is none. An error if the
+// text has no room for them.
+PANTILE_API Status cache_folders(char* text, int capacity);
+
 // Folders of kernels that came with the program, divided by colons, looked through before the cache
 // folders and never written to; null or "": none.
 PANTILE_API void set_shipped_folders(const char* folders);
