@@ -9,7 +9,7 @@ tokens per second and peak memory, and writes ``losses.json`` and ``losses.png``
     python examples/train_gpt.py --preset large --attention pantile,flash,cudnn   # H100 or H200
     python examples/train_gpt.py --attention pantile,pantile-fp8                  # bf16 against FP8
 
-``pantile-fp8`` and ``pantile-fp8-recompute`` differ in their backward (docs/fp8.md). With
+``pantile-fp8``, ``-full`` and ``-recompute`` differ in their backward (docs/fp8.md). With
 ``--compare-gradients N`` every N steps the gradients of each run are compared with those of
 pantile in bfloat16 at the same weights and batch: cosine and norm by layer go to ``losses.json``.
 ``--qk-norm`` normalises q and k, ``--outliers X`` multiplies a channel of each head's K by X.
@@ -78,6 +78,10 @@ def attend_pantile_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return pantile.attention(q, k, v, causal=True, options=FP8)
 
 
+def attend_pantile_fp8_full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return pantile.attention(q, k, v, causal=True, options=FP8_FULL)
+
+
 def attend_pantile_fp8_recompute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return pantile.attention(q, k, v, causal=True, options=FP8_RECOMPUTE)
 
@@ -87,14 +91,17 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-# Forward in FP8; backward in bf16, of what the codes stand for or of q, k and v as they came.
+# Forward in FP8. Backward in bf16, of what the codes stand for or of q, k and v as they came; or in
+# FP8.
 FP8 = pantile.Options(fp8=True, fp8_backward="bf16")
+FP8_FULL = pantile.Options(fp8=True, fp8_backward="full")
 FP8_RECOMPUTE = pantile.Options(fp8=True, fp8_backward="recompute")
 
 # name -> (function, SDPA backend to force, or None to leave torch its choice)
 ATTENTION = {
     "pantile": (attend_pantile, None),
     "pantile-fp8": (attend_pantile_fp8, None),
+    "pantile-fp8-full": (attend_pantile_fp8_full, None),
     "pantile-fp8-recompute": (attend_pantile_fp8_recompute, None),
     "sdpa": (attend_sdpa, None),
     "flash": (attend_sdpa, SDPBackend.FLASH_ATTENTION),
