@@ -25,6 +25,7 @@ TOKENS, HIDDEN = 16384, 2048
 MODES = {
     "bf16": None,
     "fp8, bf16 backward": pantile.Options(fp8=True, fp8_backward="bf16"),
+    "fp8, full": pantile.Options(fp8=True, fp8_backward="full"),
     "fp8, recompute": pantile.Options(fp8=True, fp8_backward="recompute"),
 }
 

@@ -59,6 +59,9 @@ function(pantile_read_kernels)
     if(pass STREQUAL "forward" AND dtype STREQUAL "e4m3")
       set(launcher forward_fp8)
       set(folder fp8)
+    elseif(pass STREQUAL "backward" AND dtype STREQUAL "e4m3")
+      set(launcher backward_fp8)
+      set(folder fp8_backward)
     endif()
     set(Tensors ${Pass}Tensors)
     if(pass MATCHES "^(decode|append)$")
@@ -77,7 +80,7 @@ function(pantile_read_kernels)
     if(backend STREQUAL "hopper" AND NOT dtype STREQUAL "e4m3" AND NOT pass STREQUAL "quantize")
       list(APPEND _instances_hopper ${PROJECT_SOURCE_DIR}/cuda/hopper/mask_lists.cu)
     endif()
-    if(pass STREQUAL "backward" AND NOT dtype STREQUAL "f32")
+    if(pass STREQUAL "backward" AND NOT dtype MATCHES "^(f32|e4m3)$")
       list(APPEND _instances_${_group} ${PROJECT_SOURCE_DIR}/cuda/${backend}/row_kernels.cu)
     endif()
     set(_codes ${PROJECT_SOURCE_DIR}/cuda/${backend}/${pass}/codes_d${head_dim}.cu)
@@ -137,7 +140,7 @@ endfunction()
 
 pantile_read_kernels()
 target_sources(pantile PRIVATE
-  cuda/hopper/forward/plan.cc cuda/hopper/backward/plan.cc cuda/hopper/fp8/plan.cc
+  cuda/hopper/forward/plan.cc cuda/hopper/backward/plan.cc cuda/hopper/fp8/plan.cc cuda/hopper/fp8_backward/plan.cc
   cuda/hopper/mask.cc cuda/hopper/requests.cc cuda/hopper/variant.cc cuda/hopper/variant_text.cc cuda/ampere/requests.cc
   cuda/ampere/variant.cc cuda/ampere/forward/plan.cc cuda/ampere/forward/tuned.cc
   cuda/ampere/backward/plan.cc

@@ -19,7 +19,7 @@ the peak memory of them all. An attention that does not serve the model is named
 Gradient norms are in ``losses.json``. A step whose loss or gradient norm is NaN or infinite ends
 the program with a message that names the step and the first such gradient.
 
-``pantile-fp8`` and ``pantile-fp8-recompute`` differ in their backward (docs/fp8.md). With
+``pantile-fp8``, ``-full`` and ``-recompute`` differ in their backward (docs/fp8.md). With
 ``--compare-gradients N`` every N steps the gradients of each run are compared with those of
 pantile in bfloat16 at the same weights and batch: cosine and norm by layer go to ``losses.json``.
 ``--qk-norm`` normalises q and k, ``--outliers X`` multiplies a channel of each head's K by X.
@@ -90,6 +90,10 @@ def attend_pantile_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return pantile.attention(q, k, v, causal=True, options=FP8)
 
 
+def attend_pantile_fp8_full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return pantile.attention(q, k, v, causal=True, options=FP8_FULL)
+
+
 def attend_pantile_fp8_recompute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return pantile.attention(q, k, v, causal=True, options=FP8_RECOMPUTE)
 
@@ -103,8 +107,10 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-# Forward in FP8; backward in bf16, of what the codes stand for or of q, k and v as they came.
+# Forward in FP8. Backward in bf16, of what the codes stand for or of q, k and v as they came; or in
+# FP8.
 FP8 = pantile.Options(fp8=True, fp8_backward="bf16")
+FP8_FULL = pantile.Options(fp8=True, fp8_backward="full")
 FP8_RECOMPUTE = pantile.Options(fp8=True, fp8_backward="recompute")
 # The Ampere kernels, on any GPU from compute capability 8.0 on; on 9.0 they need a build with
 # PANTILE_AMPERE_ON_HOPPER. FlashAttention-T off and on: docs/design/flashattention-t.md.
@@ -117,6 +123,7 @@ AMPERE = {
 ATTENTION: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], SDPBackend | None]] = {
     "pantile": (attend_pantile, None),
     "pantile-fp8": (attend_pantile_fp8, None),
+    "pantile-fp8-full": (attend_pantile_fp8_full, None),
     "pantile-fp8-recompute": (attend_pantile_fp8_recompute, None),
     **{
         f"pantile-ampere-{softmax}": (

@@ -33,7 +33,7 @@ import sass_hazards
 
 MATRIX = ("HGMMA", "QGMMA", "HMMA", "QMMA")
 RULES = {  # family -> (opcodes of which one must be there, per group; opcodes that must not)
-    "hopper": ((("HGMMA", "QGMMA"), ("UTMALDG",)), ("HMMA",)),
+    "hopper": ((("HGMMA", "QGMMA"), ("UTMALDG", "UBLKCP")), ("HMMA",)),
     "ampere": ((("HMMA",), ("LDSM",), ("LDGSTS",)), ("HGMMA", "QGMMA")),
     "decode": ((("HMMA",),), ("HGMMA", "QGMMA")),  # of both: one source
 }

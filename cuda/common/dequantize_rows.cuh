@@ -64,42 +64,38 @@ class RowDequantizer {
         lane_(static_cast<int>(threadIdx.x) % kLanes),
         row_(static_cast<int>(threadIdx.x) / kLanes) {}
 
+  // Pass by pass: a thread holds one row's chunks, and few registers leave room for many blocks,
+  // whose loads overlap.
   PANTILE_DEVICE void run() {
-    load();
-    if (out_.hadamard_group > 1) {
-      if (side_.dim == kDim && out_.hadamard_group == kDim) {
-        rotate_rows<kLanes>(x_, lane_, kDim);
-      } else {
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = pass * kRowsPerPass + row_;
+      load(row);
+      if (out_.hadamard_group > 1) {
         rotate_rows<kLanes>(x_, lane_, out_.hadamard_group);
+        change_signs();
       }
-      change_signs();
+      if (row < block_.rows) {
+        store(row);
+      }
     }
-    store();
   }
 
  private:
-  PANTILE_DEVICE int row_of(int pass) const { return pass * kRowsPerPass + row_; }
   PANTILE_DEVICE int chunk_of(int i) const { return lane_ + kLanes * i; }
 
-  PANTILE_DEVICE void load() {
+  PANTILE_DEVICE void load(int row) {
     const int columns = core::round_up(side_.dim, core::kCodeAlign);
-    Chunk<DType::e4m3> raw[kPasses][4];
+    const std::int64_t first = (block_.index * core::kBlockedRows + row) * columns + 8 * lane_;
+    Chunk<DType::e4m3> raw[4];
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const std::int64_t first =
-          (block_.index * core::kBlockedRows + row_of(pass)) * columns + 8 * lane_;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        raw[pass][i].load(out_.codes, first + 8 * kLanes * i,
-                          row_of(pass) < block_.rows && 8 * chunk_of(i) < side_.dim);
-      }
+    for (int i = 0; i < 4; ++i) {
+      raw[i].load(out_.codes, first + 8 * kLanes * i,
+                  row < block_.rows && 8 * chunk_of(i) < side_.dim);
     }
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-#pragma unroll
-      for (int k = 0; k < 32; ++k) {
-        x_[pass][k] = raw[pass][k / 8].element(k % 8);
-      }
+    for (int k = 0; k < 32; ++k) {
+      x_[0][k] = raw[k / 8].element(k % 8);
     }
   }
 
@@ -109,13 +105,10 @@ class RowDequantizer {
       const uint4 four = reinterpret_cast<const uint4*>(kSignPairs.pairs)[chunk_of(i)];
       const std::uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const std::uint32_t sign = (e % 2 == 0 ? pairs[e / 2] << 16 : pairs[e / 2]) & 0x80000000u;
-          float& x = x_[pass][8 * i + e];
-          x = __uint_as_float(__float_as_uint(x) ^ sign);
-        }
+      for (int e = 0; e < 8; ++e) {
+        const std::uint32_t sign = (e % 2 == 0 ? pairs[e / 2] << 16 : pairs[e / 2]) & 0x80000000u;
+        float& x = x_[0][8 * i + e];
+        x = __uint_as_float(__float_as_uint(x) ^ sign);
       }
     }
   }
@@ -125,24 +118,17 @@ class RowDequantizer {
     return out_.scales[std::int64_t{group} * out_.scale_stride] * out_.factor;
   }
 
-  PANTILE_DEVICE void store() {
+  PANTILE_DEVICE void store(int row) {
+    const float scale = scale_of(row);
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int row = row_of(pass);
-      if (row >= block_.rows) {
-        continue;
-      }
-      const float scale = scale_of(row);
+    for (int k = 0; k < 32; ++k) {
+      x_[0][k] *= scale;
+    }
+    const std::int64_t first = block_.element + row * side_.sequences.seq_stride + 8 * lane_;
 #pragma unroll
-      for (int k = 0; k < 32; ++k) {
-        x_[pass][k] *= scale;
-      }
-      const std::int64_t first = block_.element + row * side_.sequences.seq_stride + 8 * lane_;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (8 * chunk_of(i) < side_.dim) {
-          store_chunk<kDType>(out_.data, first + 8 * kLanes * i, &x_[pass][8 * i]);
-        }
+    for (int i = 0; i < 4; ++i) {
+      if (8 * chunk_of(i) < side_.dim) {
+        store_chunk<kDType>(out_.data, first + 8 * kLanes * i, &x_[0][8 * i]);
       }
     }
   }
@@ -151,7 +137,7 @@ class RowDequantizer {
   const NumbersOutput& out_;
   const RowBlock& block_;
   int lane_, row_;  // of this thread: lane among those of its row, row within a pass
-  float x_[kPasses][32];
+  float x_[1][32];
 };
 
 }  // namespace pantile::common

@@ -29,6 +29,11 @@ Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
                        const DeviceProps& device);
 void configure_backward(BackwardPlan* plan);
 
+// Their rows of dtype e4m3, which those two pass on.
+Status accept_backward_fp8(const KernelInfo& row, const BackwardProblem& problem,
+                           const DeviceProps& device);
+void configure_backward_fp8(BackwardPlan* plan);
+
 Status accept_decode(const KernelInfo& row, const KvProblem& problem, const DeviceProps& device);
 void configure_decode(DecodePlan* plan);
 Status schedule_decode(const DecodePlan& plan, const KvTensors& tensors, std::int32_t* schedule,

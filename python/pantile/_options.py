@@ -69,7 +69,7 @@ class Options:
     fp8_backward: what the backward of FP8 attention works on. ``"bf16"``: on what the codes stand
         for, with the O and LSE of the FP8 forward; the gradients carry the rounding of FP8.
         ``"full"``: on the codes themselves, with all five products in FP8, for which dO, P and dS
-        become FP8 as well. It needs blocks of 128 and runs on the CPU; no GPU has a kernel for it.
+        become FP8 as well. It needs blocks of 128, and on Hopper equal head dims to 128.
         ``"recompute"``: on q, k and v as they came, for which it runs a 16-bit forward again; the
         gradients are those of the unquantised attention (docs/fp8.md).
     output_dtype: ``None`` gives o the dtype of q. ``"float32"`` (or ``torch.float32``) gives it as

@@ -155,8 +155,8 @@ struct ForwardProblem {
 struct Fp8Tensors {
   const float* scale_q = nullptr;
   const float* scale_kv = nullptr;
-  const std::uint32_t* nonfinite_v = nullptr;
-  const float* q_dot_mean = nullptr;  // null unless smooth_k
+  const std::uint32_t* nonfinite_v = nullptr;  // not read by the backward
+  const float* q_dot_mean = nullptr;           // null unless smooth_k
 };
 
 struct ForwardTensors {
@@ -211,9 +211,16 @@ constexpr BiasShape bias_gradient_shape(const ForwardProblem& problem) {
 
 // Gradients of the forward problem. dLSE is folded into the row term:
 //   dS = P * (dO V^T - rowsum(dO * O) + dLSE)
+//
+// FP8 (forward.dtype e4m3): q, k and v are the operands of the FP8 forward, in blocks of 128 rows,
+// and o and lse are its own. dO, P and dS become e4m3, too, and all five products are of e4m3
+// numbers (docs/design/fp8-backward.md). o, grad_o and the gradients have the dtype
+// forward.fp8.output. grad_q and grad_k are those of Q and K as they were quantised, rotated and
+// less its mean, grad_q times and grad_k divided by core::rotation_balance of their Hadamard group:
+// scale * dLSE * mean(K) is missing in grad_q.
 struct BackwardProblem {
   // wants_lse must be true: the backward recomputes P from LSE. wants_max_logit, wants_o_low and
-  // output_f32 must be false: O has the dtype of Q here.
+  // output_f32 must be false: O has the dtype of Q here, or fp8.output.
   ForwardProblem forward;
   bool deterministic = false;  // equal inputs give bit-equal gradients
   bool has_grad_lse = false;

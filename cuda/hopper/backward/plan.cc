@@ -121,6 +121,9 @@ Status layout_rules(const BackwardProblem& problem) {
 
 Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
                        const DeviceProps& device) {
+  if (row.dtype == DType::e4m3) {
+    return accept_backward_fp8(row, problem, device);
+  }
   Status status = device_rule(device);
   if (status.ok()) {
     status = shape_rule(problem.forward);
@@ -135,6 +138,10 @@ Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
 }
 
 void configure_backward(BackwardPlan* plan) {
+  if (plan->kernel->dtype == DType::e4m3) {
+    configure_backward_fp8(plan);
+    return;
+  }
   const ForwardProblem& forward = plan->problem.forward;
   const int head_dim = plan->kernel->head_dim;
   plan->tile_q = backward_tile_q(head_dim);
