@@ -68,6 +68,17 @@ def variants(
     blocks = pantile.BlockMask(ids > 0, block=128)
     assert_type(pantile.varlen_attention(q, q, q, ids, ids, 7, 7, mask=blocks), torch.Tensor)
     assert_type(pantile.dropout_mask(dropout, 1, 2, 3, 4), torch.Tensor)
+    score = pantile.Score("s + table[h, i - j]", table=slopes)
+    traced = pantile.Score(lambda s, b, h, i, j, w: s * w[h], w=slopes)
+    either = pantile.Prefix(ids) | pantile.Documents(ids) & blocks
+    assert_type(pantile.attention(q, q, q, score=score, mask=either), torch.Tensor)
+    condition = pantile.Mask("i - j < 8 or j < 4")
+    assert_type(
+        pantile.varlen_attention(q, q, q, ids, ids, 7, 7, score=traced, mask=condition),
+        torch.Tensor,
+    )
+    plan = pantile.explain(q, q, q, score=score, mask=condition)
+    assert_type([kernel.origin for kernel in plan.forward.compiled], list[str])
 
 
 def eight_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -128,6 +139,7 @@ def mistakes(q: torch.Tensor, a: np.ndarray[Any, Any], bounds: torch.Tensor) -> 
     pantile.attention(q, q, q, window=4)  # error: one number
     pantile.attention(q, q, q, alibi=a)  # error: two libraries
     pantile.attention(q, q, q, dropout="0.1")  # error: not a number
+    pantile.attention(q, q, q, score="s + j")  # error: a text, no Score
     pantile.attention(q, q, q, seqused_k=q)  # error: of packed tensors
     pantile.varlen_attention(q, q, q, bounds, bounds)  # error: no longest lengths
     pantile.Options(backend="tpu")  # error: no such backend
