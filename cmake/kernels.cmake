@@ -140,8 +140,11 @@ endfunction()
 
 pantile_read_kernels()
 target_sources(pantile PRIVATE
-  cuda/hopper/forward/plan.cc cuda/hopper/backward/plan.cc cuda/hopper/fp8/plan.cc cuda/hopper/fp8_backward/plan.cc
-  cuda/hopper/mask.cc cuda/hopper/requests.cc cuda/hopper/variant.cc cuda/hopper/variant_text.cc cuda/ampere/requests.cc
+  cuda/common/expressions.cc cuda/common/stored_mask.cc
+  cuda/hopper/forward/plan.cc cuda/hopper/backward/plan.cc cuda/hopper/fp8/plan.cc
+  cuda/hopper/fp8_backward/plan.cc
+  cuda/hopper/mask.cc cuda/hopper/requests.cc cuda/hopper/variant.cc cuda/hopper/variant_text.cc
+  cuda/ampere/requests.cc
   cuda/ampere/variant.cc cuda/ampere/forward/plan.cc cuda/ampere/forward/tuned.cc
   cuda/ampere/backward/plan.cc
   cuda/decode/plan.cc cuda/hopper/decode/plan.cc cuda/ampere/decode/plan.cc)

@@ -117,7 +117,7 @@ string backward_function(const string& head) {
 
 constexpr const char* kPlace = "(const VariantParams& params, const TransposedPlace& at, ";
 
-// The gradients of captured tensors of an affine score.
+// The gradients of captured tensors. Those of a score that is not affine may read the raw scores.
 struct GradientText {
   string members, begin, functions;
 };
@@ -130,7 +130,7 @@ string offset_text(const Node& load, int captured, const std::vector<string>& in
   return text + ")";
 }
 
-GradientText print_gradients(Printer& printer, std::uint32_t wanted) {
+GradientText print_gradients(Printer& printer, std::uint32_t wanted, bool affine) {
   GradientText text;
   string notes, finish;
   Graph& graph = printer.graph();
@@ -161,7 +161,9 @@ GradientText print_gradients(Printer& printer, std::uint32_t wanted) {
              ", dS * (" + printer.element(derivative) + ") * p->keep_scale);\n";
   }
   text.functions =
-      backward_function(string("  PANTILE_DEVICE void note") + kPlace + "int e, float dS)") +
+      backward_function(affine ? string("  PANTILE_DEVICE void note") + kPlace + "int e, float dS)"
+                               : string("  template <int kCount>\n  PANTILE_DEVICE void note") +
+                                     kPlace + "int e, float dS, const float (&S)[kCount])") +
       "    [[maybe_unused]] const int r = row_of(e), c = column_of(e);\n" + printer.line_text() +
       printer.element_text() + notes +
       "  }\n  PANTILE_DEVICE void finish(const VariantParams& params) {\n"
@@ -226,8 +228,9 @@ string print_backward_score(const Function& score, bool exact, std::uint32_t gra
   Printer printer(score, Columns::queries, exact, 0);
   Graph& graph = printer.graph();
   const auto linear = printer.of_score(printer.root());
+  const bool affine = linear && graph.is_real_constant(linear->k, 1.0);
   string functions;
-  if (linear && graph.is_real_constant(linear->k, 1.0)) {
+  if (affine) {
     const string value = linear->term < 0 ? string() : printer.element(linear->term);
     functions =
         backward_function(string("  template <int kCount>\n  PANTILE_DEVICE void add") + kPlace +
@@ -245,7 +248,7 @@ string print_backward_score(const Function& score, bool exact, std::uint32_t gra
   printer.clear_function();
   GradientText gradient;
   if (gradients != 0) {
-    gradient = print_gradients(printer, gradients);
+    gradient = print_gradients(printer, gradients, affine);
   }
   return "struct UserScore {\n  float unit;\n" + printer.members() + gradient.members +
          backward_begin(printer, gradient.begin) + functions + gradient.functions + "};\n";

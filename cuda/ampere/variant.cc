@@ -5,8 +5,11 @@
 
 #include "ampere/forward/softmax_choice.h"
 #include "ampere/order.h"
+#include "common/expressions.h"
+#include "common/stored_mask.h"
 #include "core/dropout.h"
 #include "core/softmax_state.h"
+#include "expression/print.h"
 
 namespace pantile::ampere {
 namespace {
@@ -47,6 +50,13 @@ std::string hook_names(const VariantHooks& hooks) {
   add(hooks.ranges, "k_begin");
   add(hooks.pages, "block_table");
   add(hooks.shift, "mask_shift");
+  add(hooks.score != Expression::none, "score");
+  add(hooks.mask != Expression::none, "mask");
+  add((hooks.mask_forms & kMaskBlocks) != 0, "blocks");
+  add((hooks.mask_forms & kMaskElements) != 0, "elements");
+  add((hooks.mask_forms & kMaskDocuments) != 0, "documents");
+  add((hooks.mask_forms & kMaskPrefix) != 0, "prefix");
+  add(hooks.mask_clauses, "clauses");
   return names;
 }
 
@@ -66,10 +76,19 @@ std::string scoring_type(const KernelInfo& row, const VariantHooks& hooks) {
   // Causal rows see no key behind their position.
   const std::string alibi =
       std::string("attn::Alibi<") + text_of(row.mask != MaskKind::causal) + ", Config::kTileK>";
-  return hooks.softcap && hooks.alibi ? "attn::Both<" + softcap + ", " + alibi + ">"
-         : hooks.softcap              ? softcap
-         : hooks.alibi                ? alibi
-                                      : "attn::NoVariant";
+  std::string type;
+  const auto add = [&type](bool on, const std::string& hook) {
+    if (on) {
+      type = type.empty() ? hook : "attn::Both<" + type + ", " + hook + ">";
+    }
+  };
+  add(hooks.softcap, softcap);
+  add(hooks.alibi, alibi);
+  add(hooks.score != Expression::none, "attn::UserScore");
+  add(hooks.mask != Expression::none, "attn::UserMask");
+  add(hooks.mask_forms != 0,
+      "attn::MaskedPairs<" + common::stored_mask_type(hooks.mask_forms, hooks.mask_clauses) + ">");
+  return type.empty() ? "attn::NoVariant" : type;
 }
 
 // The instance of kernel template `kernel` for the types and constants that `text` defines.
@@ -79,11 +98,29 @@ jit::Request request_of(const KernelInfo& row, const VariantHooks& hooks, const 
   jit::Request request;
   request.name = std::string(row.name) + " " + hook_names(hooks);
   request.source = text;
+  // A mask of pairs is one that cuts tiles, as a window may.
+  const MaskKind mask =
+      hooks.mask_forms != 0 && row.mask == MaskKind::full ? MaskKind::window : row.mask;
   request.entry = space + kernel + "<" + space +
                   "Config, pantile::DType::" + dtype_name(row.dtype) +
-                  ", pantile::MaskKind::" + mask_kind_name(row.mask) + ", " + space + last + ">";
+                  ", pantile::MaskKind::" + mask_kind_name(mask) + ", " + space + last + ">";
   request.arch = architecture(device);
   return request;
+}
+
+// Of attn::GradHooks, the fields of expressions.
+std::string expression_hooks(const VariantHooks& hooks, bool gradients) {
+  if (!hooks.has_expressions()) {
+    return std::string();
+  }
+  std::string text = "  hooks.user = 1;\n";
+  if (hooks.score != Expression::none) {
+    const expression::Facts& facts = expression::programs_of(hooks.score).facts;
+    text += std::string("  hooks.score = true;\n  hooks.raw_score = ") + text_of(!facts.is_affine) +
+            ";\n  hooks.bounded_slopes = " + text_of(facts.has_bounded_slope) +
+            ";\n  hooks.grad_captured = " + text_of(gradients) + ";\n";
+  }
+  return text + "  hooks.mask = " + text_of(hooks.mask != Expression::none) + ";\n";
 }
 
 std::string dims_of(const KernelInfo& row) {
@@ -118,7 +155,16 @@ attn::VariantParams params_of(const ForwardProblem& problem, const VariantTensor
   params.head_offset = static_cast<std::uint32_t>(variant.head_offset);
   params.row_offset = static_cast<std::uint32_t>(variant.query_offset);
   params.key_offset = static_cast<std::uint32_t>(variant.key_offset);
+  if (variant.score != Expression::none || variant.mask_expression != Expression::none) {
+    common::add_expressions(variant, scale, tensors, &params);
+  }
+  params.mask = common::mask_params(problem, tensors);
   return params;
+}
+
+// Of the mask of tensors in a text.
+std::int64_t mask_number(const VariantHooks& hooks) {
+  return hooks.mask_forms * 2 + (hooks.mask_clauses ? 1 : 0);
 }
 
 // A number below VariantKernels::kTexts. `first`, `second`: what else the texts of a row differ in.
@@ -130,21 +176,23 @@ int index_of(const VariantHooks& hooks, SharedClass shared, bool first, bool sec
   return (flags * 3 + static_cast<int>(shared)) * 8 + more;
 }
 
-template <class Plan>
-Status find_known(std::atomic<const jit::Kernel*>& known, const Plan& plan,
-                  jit::Request (*request)(const Plan&), void* stream, const jit::Kernel** kernel) {
-  *kernel = known.load(std::memory_order_acquire);
-  if (*kernel != nullptr) {
-    return Status();
-  }
-  const Status status = jit::find_kernel(request(plan), stream, kernel);
-  if (status.ok()) {
-    known.store(*kernel, std::memory_order_release);
-  }
-  return status;
-}
-
 }  // namespace
+
+VariantHooks variant_hooks(const ForwardProblem& problem) {
+  const Variant& variant = problem.variant;
+  VariantHooks hooks;
+  hooks.softcap = variant.softcap > 0.0f;
+  hooks.alibi = variant.has_alibi;
+  hooks.dropout = variant.dropout > 0;
+  hooks.ranges = problem.has_k_begin;
+  hooks.pages = problem.page_size > 0;
+  hooks.shift = problem.has_mask_shift;
+  hooks.score = variant.score;
+  hooks.mask = variant.mask_expression;
+  hooks.mask_forms = mask_forms(variant);
+  hooks.mask_clauses = common::has_clauses(variant);
+  return hooks;
+}
 
 Status variant_rule(const ForwardProblem& problem, const DeviceProps& device) {
   const VariantHooks hooks = variant_hooks(problem);
@@ -165,7 +213,31 @@ Status variant_rule(const ForwardProblem& problem, const DeviceProps& device) {
                          "; with dropout this kernel needs multiples of 16",
                          variant.query_offset, variant.key_offset);
   }
-  return Status();
+  if (hooks.has_source() && (hooks.has_expressions() || hooks.mask_forms != 0)) {
+    return Status::error(StatusCode::unsupported,
+                         "%s is given beside a mask or a score; this kernel has k_begin, "
+                         "block_table and mask_shift without them only",
+                         hooks.ranges  ? "k_begin"
+                         : hooks.pages ? "block_table"
+                                       : "mask_shift");
+  }
+  return common::score_rule(variant);
+}
+
+Status variant_rule(const BackwardProblem& problem, const DeviceProps& device) {
+  const Variant& variant = problem.forward.variant;
+  // Sums in integers rest on a bound of dS: a weight times dP - delta, and no slope above 1.
+  if (problem.deterministic && common::has_raw_score(variant)) {
+    return Status::error(StatusCode::unsupported,
+                         "deterministic is true; with a score this kernel needs one that is s plus "
+                         "something without s for it");
+  }
+  if (problem.deterministic && problem.wants_grad_captured != 0) {
+    return Status::error(StatusCode::unsupported,
+                         "deterministic is true; this kernel adds gradients of captured tensors in "
+                         "any order");
+  }
+  return variant_rule(problem.forward, device);
 }
 
 float keep_scale(const ForwardProblem& problem) {
@@ -174,7 +246,9 @@ float keep_scale(const ForwardProblem& problem) {
 
 attn::VariantParams forward_variant_params(const ForwardProblem& problem,
                                            const VariantTensors& tensors) {
-  return params_of(problem, tensors, std::fabs(problem.scale));
+  // With a scale of 0 Q is zeros, see logit_scale().
+  const float scale = problem.scale == 0.0f ? 1.0f : std::fabs(problem.scale);
+  return params_of(problem, tensors, scale);
 }
 
 attn::VariantParams backward_variant_params(const ForwardProblem& problem,
@@ -188,7 +262,8 @@ jit::Request forward_request(const ForwardPlan& plan) {
   const SharedClass shared = variant_tile_class(hooks, shared_class(plan.device.smem_optin_bytes));
   const std::string mask = std::string("MaskKind::") + mask_kind_name(row.mask);
   const std::string text =
-      "#include \"ampere/forward/kernel.cuh\"\n"
+      std::string("#include \"ampere/forward/kernel.cuh\"\n") +
+      common::forward_expressions(hooks.score, hooks.mask, needs_exact_softcap(row.dtype)) +
       "namespace pantile::ampere {\n"
       "using Config = ForwardConfig<" +
       dims_of(row) + ", forward_tile(" + dims_of(row) + ", " + mask + ", " + text_of(shared) +
@@ -207,7 +282,9 @@ jit::Request backward_request(const BackwardPlan& plan) {
   const bool gradient = plan.problem.wants_grad_alibi;
   const bool behind = hooks.alibi && mask_kind(plan.problem.forward) != MaskKind::causal;
   const std::string text =
-      "#include \"ampere/backward/kernel.cuh\"\n"
+      std::string("#include \"ampere/backward/kernel.cuh\"\n") +
+      common::backward_expressions(hooks.score, hooks.mask, needs_exact_softcap(row.dtype),
+                                   plan.problem.wants_grad_captured) +
       "namespace pantile::ampere {\n"
       "using Config = BackwardConfig<" +
       dims_of(row) + ", backward_tile(" + std::to_string(row.head_dim) + ", " + text_of(shared) +
@@ -216,15 +293,49 @@ jit::Request backward_request(const BackwardPlan& plan) {
       ";\n  hooks.exact = " + text_of(hooks.softcap && needs_exact_softcap(row.dtype)) +
       ";\n  hooks.alibi = " + text_of(hooks.alibi) + ";\n  hooks.behind = " + text_of(behind) +
       ";\n  hooks.dropout = " + text_of(hooks.dropout) +
-      ";\n  hooks.grad_alibi = " + text_of(gradient) + ";\n  return hooks;\n}\n}\n";
-  return request_of(row, hooks, "variant_backward_kernel", text, "hooks()", plan.device);
+      ";\n  hooks.grad_alibi = " + text_of(gradient) + ";\n" +
+      expression_hooks(hooks, plan.problem.wants_grad_captured != 0) +
+      "  hooks.stored_forms = " + std::to_string(hooks.mask_forms) +
+      ";\n  hooks.stored_clauses = " + text_of(hooks.mask_clauses) + ";\n  return hooks;\n}\n}\n";
+  jit::Request request =
+      request_of(row, hooks, "variant_backward_kernel", text, "hooks()", plan.device);
+  request.name += plan.problem.wants_grad_captured != 0 ? "+grad_captured" : "";
+  return request;
+}
+
+template <class Plan>
+Status VariantKernels::find_at(const Place& place, const Plan& plan,
+                               jit::Request (*request)(const Plan&), void* stream,
+                               const jit::Kernel** kernel) {
+  const bool rare = place[1] != 0 || place[2] != 0 || place[3] != 0;
+  std::atomic<const jit::Kernel*>& known = known_[place[0]];
+  if (rare) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = rare_.find(place);
+    *kernel = found == rare_.end() ? nullptr : found->second;
+  } else {
+    *kernel = known.load(std::memory_order_acquire);
+  }
+  if (*kernel != nullptr) {
+    return Status();
+  }
+  const Status status = jit::find_kernel(request(plan), stream, kernel);
+  if (status.ok() && rare) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    rare_[place] = *kernel;
+  } else if (status.ok()) {
+    known.store(*kernel, std::memory_order_release);
+  }
+  return status;
 }
 
 Status VariantKernels::find(const ForwardPlan& plan, void* stream, const jit::Kernel** kernel) {
   const VariantHooks hooks = variant_hooks(plan.problem);
   const int index = index_of(hooks, shared_class(plan.device.smem_optin_bytes),
                              sums_on_tensor(plan), has_long_rows(plan), plan.device);
-  return find_known(known_[index], plan, forward_request, stream, kernel);
+  const Place place{index, static_cast<std::int64_t>(hooks.score),
+                    static_cast<std::int64_t>(hooks.mask), mask_number(hooks), 0};
+  return find_at(place, plan, forward_request, stream, kernel);
 }
 
 // Texts with ALiBi differ between a causal mask and another one.
@@ -233,7 +344,10 @@ Status VariantKernels::find(const BackwardPlan& plan, void* stream, const jit::K
   const int index = index_of(hooks, shared_class(plan.device.smem_optin_bytes),
                              mask_kind(plan.problem.forward) == MaskKind::causal,
                              plan.problem.wants_grad_alibi, plan.device);
-  return find_known(known_[index], plan, backward_request, stream, kernel);
+  const Place place{index, static_cast<std::int64_t>(hooks.score),
+                    static_cast<std::int64_t>(hooks.mask), mask_number(hooks),
+                    static_cast<std::int64_t>(plan.problem.wants_grad_captured)};
+  return find_at(place, plan, backward_request, stream, kernel);
 }
 
 }  // namespace pantile::ampere

@@ -1,9 +1,13 @@
-// Host half of variants (pantile/variant.h) on this family. Softcap, ALiBi and dropout are hooks of
-// a kernel (attn/variant.cuh), which is compiled at run time with the hooks that a problem asks
-// for; sinks are in every kernel. No CUDA headers.
+// Host half of variants (pantile/variant.h) on this family. Softcap, ALiBi, dropout and expressions
+// are hooks of a kernel (attn/variant.cuh), which is compiled at run time with the hooks that a
+// problem asks for; sinks are in every kernel. No CUDA headers.
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <cstdint>
+#include <map>
+#include <mutex>
 #include <string>
 
 #include "ampere/config.h"
@@ -24,17 +28,23 @@ struct VariantHooks {
   bool ranges = false;
   bool pages = false;
   bool shift = false;
+  Expression score = Expression::none;
+  Expression mask = Expression::none;
+  std::uint32_t mask_forms = 0;  // MaskForm: asked in every step, no lists
+  bool mask_clauses = false;     // more than one
 
-  constexpr bool any() const { return softcap || alibi || dropout || ranges || pages || shift; }
+  constexpr bool has_expressions() const {
+    return score != Expression::none || mask != Expression::none;
+  }
+  constexpr bool has_source() const { return ranges || pages || shift; }
+  constexpr bool any() const { return any_score() || has_source(); }
   // Other scores or weights, for which there is one kind of softmax.
-  constexpr bool any_score() const { return softcap || alibi || dropout; }
+  constexpr bool any_score() const {
+    return softcap || alibi || dropout || has_expressions() || mask_forms != 0;
+  }
 };
 
-constexpr VariantHooks variant_hooks(const ForwardProblem& problem) {
-  const Variant& variant = problem.variant;
-  return VariantHooks{variant.softcap > 0.0f, variant.has_alibi,     variant.dropout > 0,
-                      problem.has_k_begin,    problem.page_size > 0, problem.has_mask_shift};
-}
+VariantHooks variant_hooks(const ForwardProblem& problem);
 
 // The tile of a forward with hooks. Dropout holds random bits of 32 keys: beside the scores of 64
 // keys at head dim 128 they spill 100 bytes.
@@ -44,6 +54,7 @@ constexpr SharedClass variant_tile_class(const VariantHooks& hooks, SharedClass 
 
 // Ok, or what of the variant this family does not serve.
 Status variant_rule(const ForwardProblem& problem, const DeviceProps& device);
+Status variant_rule(const BackwardProblem& problem, const DeviceProps& device);
 
 // What the kernels are told; the forward's Q has the sign of the scale, the backward's has not.
 attn::VariantParams forward_variant_params(const ForwardProblem& problem,
@@ -66,8 +77,16 @@ class VariantKernels {
   Status find(const BackwardPlan& plan, void* stream, const jit::Kernel** kernel);
 
  private:
+  // A number below kTexts; the expressions; the mask of tensors; the gradients that are wanted.
+  using Place = std::array<std::int64_t, 5>;
+  template <class Plan>
+  Status find_at(const Place& place, const Plan& plan, jit::Request (*request)(const Plan&),
+                 void* stream, const jit::Kernel** kernel);
+
   static constexpr int kTexts = 64 * 3 * 8;  // hooks, tiles, and three choices
   std::atomic<const jit::Kernel*> known_[kTexts]{};
+  std::mutex mutex_;  // of the map
+  std::map<Place, const jit::Kernel*> rare_;
 };
 
 }  // namespace pantile::ampere

@@ -19,6 +19,7 @@
 
 #include "attn/dropout.cuh"
 #include "attn/expression.cuh"
+#include "attn/tile_mask.cuh"
 #include "attn/variant_params.h"
 #include "core/dropout.h"
 #include "core/integer.h"
@@ -308,6 +309,50 @@ struct Dropout : SomeVariant {
       P[k][2] &= kept_halves<1>(keep[k][0], keep[k][1]);
       P[k][1] &= kept_halves<2>(keep[k][0], keep[k][1]);
       P[k][3] &= kept_halves<3>(keep[k][0], keep[k][1]);
+    }
+  }
+};
+
+// A mask of tensors (attn/tile_mask.cuh) that is asked in every step. Tiles that it shows, or
+// hides, as a whole are found without asking about pairs, if one thread can say that.
+template <class Mask>
+struct MaskedPairs : SomeVariant {
+  static constexpr bool kMasks = true;
+
+  const MaskParams* mask;
+  MaskPlace place;
+  int row, column;
+
+  PANTILE_DEVICE void begin(const VariantParams& p, const FragmentPlace& at) {
+    mask = &p.mask;
+    place = MaskPlace{at.batch, at.head, at.rows, at.keys};
+    row = at.row;
+  }
+  PANTILE_DEVICE void fetch(const VariantParams&, int key) { column = key; }
+  template <int kCount>
+  PANTILE_DEVICE void score(float (&S)[kCount]) const {
+    constexpr int kGroups = kCount / 4;
+    const int first_row = row - prim::lane_index() / 4;
+    const int first_key = column - prim::lane_index() % 4 * 2;
+    const core::Span rows{first_row, core::min_of(first_row + 16, place.rows)};
+    const core::Span keys{first_key, core::min_of(first_key + 8 * kGroups, place.keys)};
+    if (rows.begin >= rows.end || keys.begin >= keys.end) {
+      return;  // hidden by the ends of the sequence
+    }
+    const std::uint32_t seen = Mask::see(*mask, place, rows, keys);
+    const Sight sight = Mask::sight(*mask, seen);
+    if (sight == Sight::all) {
+      return;
+    }
+    std::uint32_t shown[2] = {0, 0};
+    if (sight == Sight::some) {
+      Mask::template fragment<false, kGroups>(*mask, place, row, column, shown);
+    }
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      if ((shown[row_of(e)] >> (e / 4 * 2 + e % 2) & 1u) == 0) {
+        S[e] = -core::kInfinity;
+      }
     }
   }
 };

@@ -11,15 +11,16 @@
 //   ALiBi's slopes  the sum of dS times the distance, over a tile of keys and all rows of a head
 //   bias            dS, added to fp32 in global memory
 //   expressions     s + something: an additive term. Others: as a softcap, with its value and
-//   slope.
-//                   A mask hides pairs after that. Gradients of captured tensors come from dS, so
-//                   that only additive ones have them
+//                   slope. A mask hides pairs after that. Gradients of captured tensors come from
+//                   dS before the slope, note_raw(): a kernel that keeps P and the scores for it
+//                   has them, others for additive scores only
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "attn/dropout.cuh"
+#include "attn/tile_mask.cuh"
 #include "attn/variant.cuh"
 #include "prim/global_add.cuh"
 #include "prim/unpack.cuh"
@@ -45,9 +46,12 @@ struct GradHooks {
   bool bounded_slopes = false;  // these are finite wherever scores are
   bool mask = false;
   bool grad_captured = false;
+  // A mask of tensors that is asked about every pair: the arguments of StoredMask.
+  std::uint32_t stored_forms = 0;
+  bool stored_clauses = false;
 
   constexpr bool any() const {
-    return softcap || alibi || bias || dropout || score || mask || lists;
+    return softcap || alibi || bias || dropout || score || mask || lists || stored_forms != 0;
   }
   constexpr bool adds() const { return alibi || bias || (!raw() && (score || mask)); }
   constexpr bool grads() const { return grad_alibi || grad_bias || grad_captured; }
@@ -80,6 +84,10 @@ class GradVariant : UserState<kHooks.user> {
   static constexpr bool kBoundedSlopes = kHooks.bounded_slopes;
 
   PANTILE_DEVICE void begin_head(const VariantParams& p, int batch, int head) {
+    if constexpr (kHooks.stored_forms != 0) {
+      batch_ = batch;
+      head_ = head;
+    }
     if constexpr (kHooks.alibi) {
       slope_ = p.alibi_slopes[batch * p.alibi_batch + head] * core::kLog2E;
     }
@@ -165,6 +173,28 @@ class GradVariant : UserState<kHooks.user> {
     }
   }
 
+  // Asks the mask of tensors about the pairs of a step.
+  PANTILE_DEVICE void ask(const VariantParams& p, const TransposedPlace& at) {
+    if constexpr (kHooks.stored_forms != 0) {
+      StoredMask<kHooks.stored_forms, kHooks.stored_clauses>::template fragment<true, kQueries / 8>(
+          p.mask, MaskPlace{batch_, head_, at.rows, at.keys}, at.row, at.key, shown_);
+    }
+  }
+
+  // Zeros where one of the masks beside the window hides a pair; ask() came before.
+  PANTILE_DEVICE void hide_pairs(const VariantParams& p, const TransposedPlace& at,
+                                 float (&x)[kCount]) const {
+    if constexpr (kHooks.mask) {
+      this->user_mask.hide(p, at, x, 0.0f);
+    }
+    if constexpr (kHooks.stored_forms != 0) {
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        x[e] = (shown_[key_of(e)] >> (e / 4 * 2 + e % 2) & 1u) != 0 ? x[e] : 0.0f;
+      }
+    }
+  }
+
   // Zeroes the packed weights of slice k that are not kept.
   PANTILE_DEVICE void drop(std::uint32_t (&P)[4], int k) const {
     P[0] &= kept_halves<0>(kept_[k][0], kept_[k][1]);
@@ -219,9 +249,14 @@ class GradVariant : UserState<kHooks.user> {
                          dS * p.keep_scale);
       }
     }
-    if constexpr (kHooks.grad_captured) {
+    if constexpr (kHooks.grad_captured && !kHooks.raw_score) {
       this->user_score.note(p, at, e, dS);
     }
+  }
+
+  // Of a score that is not additive: dS before its slope, and the raw scores.
+  PANTILE_DEVICE void note_raw(const VariantParams& p, int e, float dS, const float (&S)[kCount]) {
+    this->user_score.note(p, noted_, e, dS, S);
   }
 
   // All rows of a head are done.
@@ -308,6 +343,8 @@ class GradVariant : UserState<kHooks.user> {
   std::int64_t bias_, grad_bias_;  // of the head, in elements
   std::uint32_t kept_[kSlices][2];
   TransposedPlace noted_;
+  int batch_, head_;        // these two: of a mask of tensors
+  std::uint32_t shown_[2];  // as its fragment()
 };
 
 }  // namespace pantile::attn

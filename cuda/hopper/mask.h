@@ -6,15 +6,14 @@
 #include <cstdint>
 
 #include "attn/tile_mask.h"
+#include "common/stored_mask.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
 
 namespace pantile::hopper {
 
-// Whether a mask has more clauses than one.
-bool has_clauses(const Variant& variant);
-
-attn::MaskParams mask_params(const ForwardProblem& problem, const VariantTensors& tensors);
+using common::has_clauses;
+using common::mask_params;
 
 // Of the lists of one pass: offsets in bytes.
 struct ListLayout {

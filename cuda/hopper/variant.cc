@@ -2,6 +2,7 @@
 
 #include <cinttypes>
 
+#include "common/expressions.h"
 #include "core/dropout.h"
 #include "core/softmax_state.h"
 #include "expression/print.h"
@@ -104,26 +105,6 @@ std::string variant_name(const VariantHooks& hooks) {
 
 namespace {
 
-// What of the scores before an expression the hooks do not compute.
-Status score_rule(const Variant& variant) {
-  if (variant.score == Expression::none) {
-    return Status();
-  }
-  const bool natural = !expression::programs_of(variant.score).facts.is_affine;
-  const char* const other = variant.softcap > 0.0f        ? "softcap"
-                            : variant.has_alibi           ? "alibi"
-                            : variant.has_bias && natural ? "bias"
-                                                          : nullptr;
-  if (other != nullptr) {
-    return Status::error(
-        kUnsupported,
-        "%s and score are given; this kernel computes one of them: write the %s in "
-        "the expression",
-        other, other);
-  }
-  return Status();
-}
-
 Status captured_rule(const BackwardProblem& problem) {
   if (problem.deterministic) {
     return Status::error(kUnsupported,
@@ -158,7 +139,7 @@ Status variant_rule(const ForwardProblem& problem) {
                          : hooks.keys == KeyPlace::pages ? "block_table"
                                                          : "mask_shift");
   }
-  return score_rule(variant);
+  return common::score_rule(variant);
 }
 
 bool needs_other_shape(const VariantHooks& hooks, int kernel_head_dim) {
@@ -169,13 +150,12 @@ bool needs_other_shape(const VariantHooks& hooks, int kernel_head_dim) {
 }
 
 bool takes_raw_scores(const Variant& variant) {
-  return variant.softcap > 0.0f || (variant.score != Expression::none &&
-                                    !expression::programs_of(variant.score).facts.is_affine);
+  return variant.softcap > 0.0f || common::has_raw_score(variant);
 }
 
 Status variant_rule(const BackwardProblem& problem) {
   const Variant& variant = problem.forward.variant;
-  const Status forward = score_rule(variant);
+  const Status forward = common::score_rule(variant);
   if (!forward.ok()) {
     return forward;
   }
@@ -234,37 +214,6 @@ std::size_t grad_bias_bytes(const ForwardProblem& problem) {
          sizeof(float);
 }
 
-namespace {
-
-// What an expression makes of the units of scores, and what it captures.
-void add_expressions(const Variant& variant, float scale, const VariantTensors& tensors,
-                     attn::VariantParams* params) {
-  params->score_unit = scale;
-  if (variant.score != Expression::none) {
-    const expression::Facts& facts = expression::programs_of(variant.score).facts;
-    const float unit = facts.form == expression::ScoreForm::natural ? 1.0f : scale;
-    params->unit = facts.factor * unit * core::kLog2E;
-    params->logit_scale =
-        facts.form == expression::ScoreForm::sloped ? core::kLn2 : facts.factor * unit;
-    params->cap_log2 = facts.grad_factor * core::kLog2E;
-  }
-  int place = 0;
-  const auto take = [&](const CapturedTensor* from, int count) {
-    for (int i = 0; i < count; ++i, ++place) {
-      attn::CapturedParams& to = params->captured[place];
-      to.data = from[i].data;
-      for (int axis = 0; axis < kMaxCapturedAxes; ++axis) {
-        to.stride[axis] = from[i].stride[axis];
-        to.last[axis] = static_cast<int>(from[i].size[axis] - 1);
-      }
-    }
-  };
-  take(tensors.score_captured, captured_count(variant.score));
-  take(tensors.mask_captured, captured_count(variant.mask_expression));
-}
-
-}  // namespace
-
 attn::VariantParams variant_params(const ForwardProblem& problem, const VariantTensors& tensors) {
   const Variant& variant = problem.variant;
   attn::VariantParams params{};
@@ -293,7 +242,7 @@ attn::VariantParams variant_params(const ForwardProblem& problem, const VariantT
   params.key_offset = static_cast<std::uint32_t>(variant.key_offset);
   params.mask = mask_params(problem, tensors);
   if (variant.score != Expression::none || variant.mask_expression != Expression::none) {
-    add_expressions(variant, problem.scale, tensors, &params);
+    common::add_expressions(variant, problem.scale, tensors, &params);
   }
   return params;
 }

@@ -1,4 +1,6 @@
 // The texts of kernels with hooks, which NVRTC compiles.
+#include "common/expressions.h"
+#include "common/stored_mask.h"
 #include "expression/print.h"
 #include "hopper/backward/config.h"
 #include "hopper/forward/config.h"
@@ -48,8 +50,8 @@ std::string forward_type(const KernelInfo& row, const VariantHooks& hooks) {
 std::string walk_type(const VariantHooks& hooks, const char* listed, const char* plain) {
   return hooks.mask_forms == 0
              ? plain
-             : std::string(listed) + "<attn::StoredMask<" + std::to_string(hooks.mask_forms) +
-                   ", " + text_of(hooks.mask_clauses) + ">>";
+             : std::string(listed) + "<" +
+                   common::stored_mask_type(hooks.mask_forms, hooks.mask_clauses) + ">";
 }
 
 // The value of a KeySource.
@@ -89,32 +91,11 @@ std::string grad_hooks(const KernelInfo& row, const VariantHooks& hooks) {
   return text;
 }
 
-// The structs of the expressions, in attn.
 std::string expression_text(const KernelInfo& row, const VariantHooks& hooks, bool backward) {
-  if (!hooks.has_expressions()) {
-    return std::string();
-  }
   const bool exact = needs_exact_softcap(row.dtype);
-  std::string text = "namespace pantile::attn {\n";
-  std::string names;
-  if (hooks.score != Expression::none) {
-    const expression::Function& score = expression::function_of(hooks.score);
-    text += backward ? expression::print_backward_score(score, exact, hooks.grad_captured)
-                     : expression::print_forward_score(score, exact);
-  }
-  if (hooks.mask != Expression::none) {
-    const expression::Function& mask = expression::function_of(hooks.mask);
-    const int first = captured_count(hooks.score);
-    text += backward ? expression::print_backward_mask(mask, first)
-                     : expression::print_forward_mask(mask, first);
-  }
-  if (backward) {
-    text += std::string("template <>\nstruct UserHooks<1> {\n") + "  using Score = " +
-            (hooks.score != Expression::none ? "UserScore" : "UserHooks<0>::Score") +
-            ";\n  using Mask = " +
-            (hooks.mask != Expression::none ? "UserMask" : "UserHooks<0>::Mask") + ";\n};\n";
-  }
-  return text + "}  // namespace pantile::attn\n";
+  return backward
+             ? common::backward_expressions(hooks.score, hooks.mask, exact, hooks.grad_captured)
+             : common::forward_expressions(hooks.score, hooks.mask, exact);
 }
 
 constexpr const char* kVariantEntry = "pantile_variant";

@@ -10,6 +10,7 @@
 #include "ampere/plan.h"
 #include "ampere/variant.h"
 #include "core/softmax_state.h"
+#include "pantile/expression.h"
 #include "problems.h"
 
 namespace pantile::testing {
@@ -169,6 +170,101 @@ TEST(AmpereVariant, ParametersAreInTheUnitsOfTheHooks) {
   EXPECT_FLOAT_EQ(ampere::forward_variant_params(problem, tensors).unit, 0.25f * core::kLog2E);
 }
 
+Expression parsed(ExpressionKind kind, const char* text) {
+  static constexpr CapturedType kTensors[] = {{"w", CapturedDType::f32, 1}};
+  Expression expression = Expression::none;
+  const Status status = parse_expression(kind, text, kTensors, 1, &expression);
+  EXPECT_TRUE(status.ok()) << status.message();
+  return expression;
+}
+
+TEST(AmpereVariant, ExpressionsAreInTheText) {
+  ForwardProblem problem = causal_problem();
+  problem.variant.score = parsed(ExpressionKind::score, "s + w[h] * (j - i)");
+  const jit::Request affine =
+      ampere::forward_request(forward_plan(problem, "ampere_forward_bf16_d128_causal"));
+  EXPECT_EQ(affine.name, "ampere_forward_bf16_d128_causal score");
+  EXPECT_TRUE(contains(affine.source, "struct UserScore")) << affine.source;
+  EXPECT_TRUE(contains(affine.source, "ForwardVariant<attn::UserScore, attn::NoVariant>"))
+      << affine.source;
+
+  // A mask may hide any pair: the kernel is that of a window.
+  problem.variant.mask_expression = parsed(ExpressionKind::mask, "i - j < 30");
+  const jit::Request masked =
+      ampere::forward_request(forward_plan(problem, "ampere_forward_bf16_d128_window"));
+  EXPECT_EQ(masked.name, "ampere_forward_bf16_d128_window score+mask");
+  EXPECT_TRUE(contains(masked.source, "attn::Both<attn::UserScore, attn::UserMask>"))
+      << masked.source;
+  EXPECT_EQ(mask_kind(problem), MaskKind::window);
+}
+
+TEST(AmpereVariant, MasksOfTensorsAreAskedInEveryStep) {
+  ForwardProblem problem = forward_problem();
+  problem.variant.has_element_mask = problem.variant.has_prefix = true;
+  const char* const full = "ampere_forward_bf16_d128_full";
+  const jit::Request request = ampere::forward_request(forward_plan(problem, full));
+  EXPECT_EQ(request.name, std::string(full) + " elements+prefix");
+  const std::uint32_t forms = kMaskElements | kMaskPrefix;
+  const std::string type = "attn::StoredMask<" + std::to_string(forms) + ", false>";
+  EXPECT_TRUE(contains(request.source, "ForwardVariant<attn::MaskedPairs<" + type + ">"))
+      << request.source;
+  // The tile of the row, with the loops of a mask that cuts tiles.
+  EXPECT_TRUE(contains(request.source, "MaskKind::full")) << request.source;
+  EXPECT_TRUE(contains(request.entry, "pantile::MaskKind::window")) << request.entry;
+
+  BackwardProblem backward = backward_problem(problem);
+  backward.deterministic = true;
+  backward.forward.variant.mask_clauses = kMaskElements | kMaskPrefix << kMaskForms;
+  const jit::Request gradients =
+      ampere::backward_request(backward_plan(backward, "ampere_backward_bf16_d128_any"));
+  EXPECT_TRUE(contains(gradients.source, "hooks.stored_forms = " + std::to_string(forms)))
+      << gradients.source;
+  EXPECT_TRUE(contains(gradients.source, "hooks.stored_clauses = true")) << gradients.source;
+  EXPECT_EQ(gradients.name, "ampere_backward_bf16_d128_any elements+prefix+clauses");
+}
+
+TEST(AmpereVariant, ScoresThatAreNotAffineHaveTheirGradients) {
+  ForwardProblem problem = causal_problem();
+  problem.variant.score = parsed(ExpressionKind::score, "s * w[h]");
+  BackwardProblem backward = backward_problem(problem);
+  backward.wants_grad_captured = 1;
+  const char* const row = "ampere_backward_bf16_d128_any";
+  const jit::Request request = ampere::backward_request(backward_plan(backward, row));
+  EXPECT_EQ(request.name, "ampere_backward_bf16_d128_any score+grad_captured");
+  EXPECT_TRUE(contains(request.source, "hooks.raw_score = true")) << request.source;
+  EXPECT_TRUE(contains(request.source, "hooks.grad_captured = true")) << request.source;
+  EXPECT_TRUE(contains(request.source, "const float (&S)[kCount]")) << request.source;
+  backward.wants_grad_captured = 0;
+  EXPECT_TRUE(contains(ampere::backward_request(backward_plan(backward, row)).source,
+                       "hooks.grad_captured = false"));
+
+  backward.deterministic = true;
+  const auto refusal = [&] {
+    return std::string(ampere::accept_backward(row_named(row), backward, a100()).message());
+  };
+  EXPECT_TRUE(contains(refusal(), "one that is s plus something without s")) << refusal();
+  backward.forward.variant.score = parsed(ExpressionKind::score, "s + w[h] * j");
+  backward.wants_grad_captured = 1;
+  EXPECT_TRUE(contains(refusal(), "gradients of captured tensors in any order")) << refusal();
+}
+
+TEST(AmpereVariant, UnitsOfExpressions) {
+  ForwardProblem problem = causal_problem();
+  problem.scale = -0.25f;  // the forward's Q has its sign
+  ASSERT_TRUE(
+      parse_expression(ExpressionKind::score, "5 * tanh(s / 5)", nullptr, 0, &problem.variant.score)
+          .ok());
+  const VariantTensors tensors;
+  const attn::VariantParams forward = ampere::forward_variant_params(problem, tensors);
+  EXPECT_FLOAT_EQ(forward.score_unit, 0.25f);
+  EXPECT_FLOAT_EQ(forward.unit, 5.0f * core::kLog2E);
+  const attn::VariantParams backward = ampere::backward_variant_params(problem, tensors);
+  EXPECT_FLOAT_EQ(backward.score_unit, -0.25f);
+  EXPECT_FLOAT_EQ(backward.cap_log2, 5.0f * core::kLog2E);
+  problem.scale = 0.0f;  // Q is zeros then, and units stay positive
+  EXPECT_FLOAT_EQ(ampere::forward_variant_params(problem, tensors).score_unit, 1.0f);
+}
+
 TEST(AmpereVariant, RefusesByNameWhatItDoesNotServe) {
   const auto refusal = [](const ForwardProblem& problem, const DeviceProps& device) {
     const KernelInfo& row = row_named("ampere_forward_bf16_d128_causal");
@@ -187,6 +283,16 @@ TEST(AmpereVariant, RefusesByNameWhatItDoesNotServe) {
   problem.softmax.unit = SoftmaxUnit::tensor;
   problem.softmax.tensor_quarters = 2;
   EXPECT_TRUE(contains(refusal(problem, a100()), "tensor_share = 0 only"));
+
+  problem = causal_problem();
+  problem.variant.softcap = 2.0f;
+  problem.variant.score = parsed(ExpressionKind::score, "s + j");
+  EXPECT_TRUE(contains(refusal(problem, a100()), "softcap and score are given"))
+      << refusal(problem, a100());
+  problem.variant.softcap = 0.0f;
+  problem.has_k_begin = true;
+  EXPECT_TRUE(contains(refusal(problem, a100()), "k_begin is given beside a mask or a score"))
+      << refusal(problem, a100());
 }
 
 }  // namespace

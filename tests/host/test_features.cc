@@ -110,8 +110,8 @@ TEST(Features, GpuRowsThatServeMasksBesideTheWindow) {
   for (int i = 0; i < kernel_count(); ++i) {
     const KernelInfo& row = kernel_info(i);
     if (row.backend == Backend::hopper || row.backend == Backend::ampere) {
-      // Those of Hopper that have all other hooks, or none.
-      const bool hooks = row.backend == Backend::hopper && row.features.has(Feature::bias);
+      // Those that have hooks in weights and scores, or none.
+      const bool hooks = row.features.has(Feature::dropout);
       serving += hooks ? 1 : 0;
       for (const Feature mask :
            {Feature::block_mask, Feature::element_mask, Feature::documents, Feature::prefix}) {

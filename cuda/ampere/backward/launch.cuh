@@ -22,6 +22,7 @@
 #include "ampere/order.h"
 #include "ampere/row_kernels.h"
 #include "ampere/variant.h"
+#include "common/expressions.h"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "pantile/plan.h"
@@ -69,6 +70,9 @@ class BackwardCall {
                                            slope_bytes(Config::kThreads), stream_),
                            "cudaMemsetAsync");
     }
+    if (status.ok()) {
+      status = clear_captured();
+    }
     if (status.ok() && problem_.wants_grad_sinks) {
       status = launch_sum_sink_gradients<Config::kTileQ>(
           launch_of(static_cast<int>(forward_.heads_q), kSinkThreads), sink_params());
@@ -105,9 +109,28 @@ class BackwardCall {
   // Of dQ and dK. With dropout the kernels leave keep_scale out of dS.
   float gradient_scale() const { return forward_.scale * keep_scale(forward_); }
 
-  // Whether it is known what every row of dS, as the kernels have it, sums to: not behind a
-  // softcap.
-  bool sums_are_known() const { return problem_.has_o_low && forward_.variant.softcap == 0.0f; }
+  // Whether it is known what every row of dS, as the kernels have it, sums to: not behind a softcap
+  // or a score that is not s plus something.
+  bool sums_are_known() const {
+    return problem_.has_o_low && forward_.variant.softcap == 0.0f &&
+           !common::has_raw_score(forward_.variant);
+  }
+
+  // Zeros where the main kernel adds.
+  Status clear_captured() const {
+    const CapturedTensor* const captured = tensors_.forward.variant.score_captured;
+    Status status;
+    for (int i = 0; i < kMaxCaptured && status.ok(); ++i) {
+      const auto bytes = (problem_.wants_grad_captured >> i & 1u) != 0
+                             ? static_cast<std::size_t>(captured_elements(captured[i])) * 4
+                             : 0;
+      if (bytes > 0) {
+        status = cuda::check(cudaMemsetAsync(tensors_.variant.captured[i], 0, bytes, stream_),
+                             "cudaMemsetAsync");
+      }
+    }
+    return status;
+  }
 
   int group() const { return static_cast<int>(forward_.heads_q / forward_.heads_k); }
 
@@ -263,6 +286,9 @@ class BackwardCall {
     attn::VariantParams variant = backward_variant_params(forward_, tensors_.forward.variant);
     variant.grad_alibi_parts = at<float>(offsets_.slope_parts);
     variant.key_tile_count = offsets_.key_tiles;
+    for (int i = 0; i < kMaxCaptured && problem_.wants_grad_captured != 0; ++i) {
+      variant.grad_captured[i] = tensors_.variant.captured[i];
+    }
     void* pointers[] = {&params, &variant};
     return cuda::launch(
         "ampere backward with a variant",

@@ -105,13 +105,7 @@ Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
     status = count_rule(row, problem, device);
   }
   if (status.ok()) {
-    status = variant_rule(problem.forward, device);
-  }
-  if (status.ok() && problem.wants_grad_alibi && problem.forward.variant.softcap > 0.0f) {
-    status =
-        Status::error(StatusCode::unsupported,
-                      "has no gradient of ALiBi slopes beside a softcap (variant.softcap is %g)",
-                      static_cast<double>(problem.forward.variant.softcap));
+    status = variant_rule(problem, device);
   }
   return status.ok() ? build_rule(row, device) : status;
 }

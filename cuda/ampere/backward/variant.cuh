@@ -1,8 +1,9 @@
 // The block of a backward with a variant (attn/variant_grad.cuh). It differs from that of plain
 // attention in how weights come about, and in the scale of dV.
 //
-//   S^T = K Q^T    P^T = exp2(logit(S^T) - LSE), all at once: softcap packs P here, because what it
-//                  keeps in fp32 is P times the slope of its function
+//   S^T = K Q^T    P^T = exp2(logit(S^T) - LSE), all at once. Behind a softcap, or a score that is
+//                  not s plus something, P is packed here, because what is kept in fp32 is P times
+//                  the slope; with gradients of the variant's tensors P and S^T are kept
 //   dP^T = V dO^T  starts from -d, the row term 1: with dropout delta over keep_scale
 //   dS^T = P^T * (kept ? dP^T : -d)                 P^T loses its dropped elements
 //
@@ -25,9 +26,11 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
   using Scores = typename Block::Scores;
   static constexpr int kKeyTiles = Config::kWarpKeys / 16;
   static constexpr int kRowTiles = Config::kWarpRows / 8;
-  static_assert(kHooks.any() && !kHooks.grad_bias);
-  static_assert(!kHooks.grad_alibi || !kHooks.softcap,
-                "dS without the slope of softcap is not kept");
+  static_assert(kHooks.any() && !kHooks.grad_bias && !kHooks.lists);
+  static_assert(!kHooks.softcap || !kHooks.score);
+  // The gradients of the variant's tensors come from dS before the slope.
+  static constexpr bool kKeepsScores = kHooks.raw() && kHooks.grads();
+  static constexpr bool kMasksPairs = kHooks.mask || kHooks.stored_forms != 0;
   static_assert(!kHooks.dropout || Config::kWarpRows % 32 == 0);
 
  public:
@@ -51,16 +54,23 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
     const auto& stage = this->stage_of(i);
     const auto& terms = this->terms_of(i);
     const int row = step.tile * Config::kTileQ + first_row;  // of the attended ones
+    if constexpr (kMasksPairs) {
+      if (i == 0 && (Config::kSharesWeights || first_row == 0)) {
+        clean_keys();
+      }
+    }
     begin_step(step.head, row);
     Scores s;
     this->template multiply<typename Block::KRows>(s, this->storage_.k, stage.q, first_row, nullptr,
                                                    [](int) {});
     const bool masked = cuts(step);
-    if constexpr (kHooks.softcap) {
-      Scores full;
+    [[maybe_unused]] Scores full;  // raw() only
+    if constexpr (kHooks.raw()) {
 #pragma unroll
       for (int m = 0; m < kKeyTiles; ++m) {
-        capped_weights(full[m], s[m], m, row, terms[0] + first_row);
+        raw_weights(full[m], s[m], m, row, terms[0] + first_row);
+        variant_[m].hide_pairs(variant_params_, place(m, row), values(full[m]));
+        variant_[m].hide_pairs(variant_params_, place(m, row), values(s[m]));
       }
       if (masked) {
         this->hide(full, s, row);
@@ -70,6 +80,7 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
 #pragma unroll
       for (int m = 0; m < kKeyTiles; ++m) {
         scaled_weights(s[m], m, row, terms[0] + first_row);
+        variant_[m].hide_pairs(variant_params_, place(m, row), values(s[m]));
       }
     }
     Scores dp;
@@ -78,12 +89,19 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
     if (masked) {
       this->hide(s, dp, row);
     }
-    if constexpr (!kHooks.softcap) {
+    if constexpr (!kHooks.raw()) {
       pack(p, s);
     }
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
-      score_gradients(dp[m], s[m], m, row, terms[1] + first_row);
+      variant_[m].hide_pairs(variant_params_, place(m, row), values(dp[m]));
+      if constexpr (kKeepsScores) {
+        score_gradients(dp[m], full[m], s[m], m, row, terms[1] + first_row);
+        multiply_by_slopes(dp[m], s[m], m, row);
+      } else {
+        score_gradients(dp[m], s[m], s[m], m, row, terms[1] + first_row);
+      }
+      variant_[m].finish_head(variant_params_);
     }
     if constexpr (kHooks.grad_alibi) {
       const bool first_pass = Config::kSharesWeights || first_row == 0;
@@ -121,11 +139,20 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
                                  whole.keys, key - row - this->work().mask.shift()};
   }
 
+  // Zeros in place of what is not finite in K and V: the product of it and the zero of a hidden
+  // pair would be NaN. Rows that see such a key have NaN in their LSE or delta.
+  PANTILE_DEVICE void clean_keys() {
+    Config::KCopy::template clear_nonfinite<kDType>(this->storage_.k);
+    Config::VCopy::template clear_nonfinite<kDType>(this->storage_.v);
+    __syncthreads();
+  }
+
   // Nothing that a head needs stays in registers over a step.
   PANTILE_DEVICE void begin_step(int head, int row) {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
       variant_[m].begin_head(variant_params_, this->work().queries.batch, head);
+      variant_[m].ask(variant_params_, place(m, row));
       if constexpr (kHooks.dropout) {
         const WholeSequences& whole = this->storage_.whole;
         const std::uint32_t first =
@@ -136,16 +163,24 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
     }
   }
 
-  // From raw scores to P in `full`, and in `s` P times the slope of softcap.
-  PANTILE_DEVICE void capped_weights(Fragment& full, Fragment& s, int m, int row,
-                                     const float* minus_lse) {
-    variant_[m].cap(variant_params_, values(s));
+  // From raw scores to P in `full`, and in `s` P times the slope; with kKeepsScores what slopes()
+  // needs.
+  PANTILE_DEVICE void raw_weights(Fragment& full, Fragment& s, int m, int row,
+                                  const float* minus_lse) {
+    [[maybe_unused]] Fragment slope;  // of a score
+    if constexpr (kHooks.softcap) {
+      variant_[m].cap(variant_params_, values(s));
+    } else {
+      copy(slope, s);
+      variant_[m].weigh(variant_params_, place(m, row), values(slope), values(full));
+    }
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
       const float2 minus = row_terms(minus_lse, j);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        full[j][c] = fmaf(s[j][c], variant_params_.cap_log2, c % 2 == 0 ? minus.x : minus.y);
+        const float value = kHooks.softcap ? s[j][c] : full[j][c];
+        full[j][c] = fmaf(value, variant_params_.cap_log2, c % 2 == 0 ? minus.x : minus.y);
       }
     }
     variant_[m].add_terms(variant_params_, place(m, row), values(full));
@@ -154,7 +189,46 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         full[j][c] = prim::exp2_approx(full[j][c]);
-        s[j][c] = full[j][c] * fmaf(-s[j][c], s[j][c], 1.0f);
+        if constexpr (!kKeepsScores && kHooks.softcap) {
+          s[j][c] = full[j][c] * fmaf(-s[j][c], s[j][c], 1.0f);
+        } else if constexpr (!kKeepsScores) {
+          s[j][c] = times_slope(full[j][c], slope[j][c]);
+        }
+      }
+    }
+  }
+
+  // dS before the slope to dS: `s` has the function of a softcap, or the raw scores.
+  PANTILE_DEVICE void multiply_by_slopes(Fragment& dp, const Fragment& s, int m, int row) {
+    [[maybe_unused]] Fragment slope, unused;
+    if constexpr (!kHooks.softcap) {
+      copy(slope, s);
+      variant_[m].weigh(variant_params_, place(m, row), values(slope), values(unused));
+    }
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if constexpr (kHooks.softcap) {
+          dp[j][c] *= fmaf(-s[j][c], s[j][c], 1.0f);
+        } else {
+          dp[j][c] = times_slope(dp[j][c], slope[j][c]);
+        }
+      }
+    }
+  }
+
+  // Slopes may be infinite where a weight is 0.
+  PANTILE_DEVICE static float times_slope(float x, float slope) {
+    return kHooks.bounded_slopes || x != 0.0f ? x * slope : 0.0f;
+  }
+
+  PANTILE_DEVICE static void copy(Fragment& to, const Fragment& from) {
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        to[j][c] = from[j][c];
       }
     }
   }
@@ -179,10 +253,11 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
     }
   }
 
-  // dP to dS, in place.
-  PANTILE_DEVICE void score_gradients(Fragment& dp, const Fragment& s, int m, int row,
+  // dP to dS, in place. `p`: P, or P times the slope. With kKeepsScores P, so that dS lacks the
+  // slope, and `s` is as raw_weights() left it.
+  PANTILE_DEVICE void score_gradients(Fragment& dp, const Fragment& p, Fragment& s, int m, int row,
                                       const float* minus_delta) {
-    if constexpr (kHooks.grad_alibi) {
+    if constexpr (kHooks.grads()) {
       variant_[m].begin_notes(place(m, row));
     }
 #pragma unroll
@@ -194,9 +269,14 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
         if constexpr (kHooks.dropout) {
           kept = variant_[m].select(4 * j + c, kept, c % 2 == 0 ? minus.x : minus.y);
         }
-        dp[j][c] = s[j][c] * kept;
-        if constexpr (kHooks.grad_alibi) {
+        dp[j][c] = p[j][c] * kept;
+        if constexpr (kHooks.grads()) {
           variant_[m].note(variant_params_, 4 * j + c, dp[j][c]);
+        }
+        if constexpr (kHooks.grad_captured && kHooks.raw_score) {
+          if (dp[j][c] != 0.0f) {  // hidden scores need not be finite
+            variant_[m].note_raw(variant_params_, 4 * j + c, dp[j][c], values(s));
+          }
         }
       }
     }

@@ -85,6 +85,10 @@ class ForwardBlock : VariantRows<Config, Variant> {
     if constexpr (!kIsPlain) {
       this->begin(variant_params, work.sequence.batch, work.head, keys.lane_row(), keys.mask());
     }
+    if constexpr (Variant::kMasks) {
+      static_assert(kPartlySeen);
+      keys.treat_all_as_masked();
+    }
     Softmax::clear_earlier_sums(storage.earlier_sums);
     const int lane = prim::lane_index();
     k_lane_ = KRows::lane_offset_columns_first(lane);
@@ -193,7 +197,8 @@ class ForwardBlock : VariantRows<Config, Variant> {
 #pragma unroll
           for (int i = 0; i < 2 * kRowTiles; ++i) {
             const core::Span seen = keys.seen_keys(row + i * 8);
-            if (n * kTileK + key >= seen.begin && n * kTileK + key < seen.end) {
+            if (n * kTileK + key >= seen.begin && n * kTileK + key < seen.end &&
+                this->shows(storage_.work, keys.mask(), row + i * 8, n * kTileK + key)) {
               softmax.o[i / 2][j][i % 2 * 2] += x.x;
               softmax.o[i / 2][j][i % 2 * 2 + 1] += x.y;
             }

@@ -23,8 +23,9 @@ struct ForwardVariant {
   using Score = Scoring;
   using Drop = Dropping;
   static constexpr KeySource kSource = kKeySource;
-  static constexpr bool kScores = Scoring::kAny;  // changes scores
-  static constexpr bool kAdds = Scoring::kAdds;   // by a term that is linear in the key
+  static constexpr bool kScores = Scoring::kAny;   // changes scores
+  static constexpr bool kAdds = Scoring::kAdds;    // by a term that is linear in the key
+  static constexpr bool kMasks = Scoring::kMasks;  // hides pairs: no tile is visible as a whole
   static constexpr bool kDrops = Dropping::kDrops;
   static constexpr bool kAny = kScores || kDrops;
   static_assert(!Scoring::kDrops && !Dropping::kAdds);
@@ -35,12 +36,37 @@ using PlainForward = ForwardVariant<>;
 // Keys that Dropping is given at a time.
 inline constexpr int kDropKeys = 32;
 
+// Whether the masks of a variant show a pair. The first argument is a type.
+template <class Variant>
+PANTILE_DEVICE bool shows_pair(const Variant*, const attn::VariantParams& params,
+                               const attn::MaskPlace& at, int row, int key) {
+  if constexpr (Variant::kMasks) {
+    return Variant::visible(params, at.batch, at.head, row, key);
+  }
+  return true;
+}
+template <class Mask>
+PANTILE_DEVICE bool shows_pair(const attn::MaskedPairs<Mask>*, const attn::VariantParams& params,
+                               const attn::MaskPlace& at, int row, int key) {
+  return Mask::visible(params.mask, at, row, key);
+}
+template <class A, class B>
+PANTILE_DEVICE bool shows_pair(const attn::Both<A, B>*, const attn::VariantParams& params,
+                               const attn::MaskPlace& at, int row, int key) {
+  return shows_pair(static_cast<const A*>(nullptr), params, at, row, key) &&
+         shows_pair(static_cast<const B*>(nullptr), params, at, row, key);
+}
+
 // The variant of one warp's rows. For plain attention an empty class: as a base it then takes no
 // room beside the accumulators, whose machine code would show it.
 template <class Config, class Variant, bool kAny = Variant::kAny>
 class VariantRows {
  protected:
   PANTILE_DEVICE static float keep_scale() { return 1.0f; }
+  template <class Work, class AnyMask>
+  PANTILE_DEVICE static bool shows(const Work&, const AnyMask&, int, int) {
+    return true;
+  }
 };
 
 template <class Config, class Variant>
@@ -86,6 +112,14 @@ class VariantRows<Config, Variant, true> {
         base[m][1] = logits.base[1];
       }
     }
+  }
+
+  // Whether its masks show a pair.
+  template <class AnyMask>
+  PANTILE_DEVICE bool shows(const ForwardWork& work, const AnyMask& mask, int row, int key) const {
+    const attn::MaskPlace at{work.sequence.batch, work.head, mask.rows, mask.keys};
+    return row < at.rows &&  // of others the mask has nothing
+           shows_pair(static_cast<const typename Variant::Score*>(nullptr), *params_, at, row, key);
   }
 
   // Zeroes weights of group `group` of 16 keys of the key tile whose first key is `key0`, once
