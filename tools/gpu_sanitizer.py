@@ -4,6 +4,7 @@
     python tools/gpu_sanitizer.py [--backend hopper,ampere] [--tools racecheck] [--only PATTERN]
         [--parts fp8,variants] [--jobs 8]     # one process a tool, backend and part; 8 at a time
     python tools/gpu_sanitizer.py --suite 20     # a twentieth of the GPU tests, under memcheck
+    python tools/gpu_sanitizer.py --run --guard  # no tool: tensors end where mapped memory ends
 
 Each tool runs small cases of every kind of kernel: the 16-bit forward, the FP8 forward and its
 quantiser, both backward schedules, with sums in any order and deterministic; and those of
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import os
@@ -34,6 +36,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import gpu_sanitizer_cases
+import guarded_memory
 import pantile
 import torch
 import verification
@@ -292,6 +295,7 @@ def main() -> int:
     parser.add_argument("--suite", type=int, metavar="N", help="every N-th GPU test, by its name")
     parser.add_argument("--record", action="store_true", help=f"add to {RECORD.name}")
     parser.add_argument("--run", action="store_true", help="the cases alone, without a tool")
+    parser.add_argument("--guard", action="store_true", help="with --run: guarded_memory.py")
     parser.add_argument("--written", action="store_true", help="outputs count as written")
     parser.add_argument("--list", action="store_true", help="labels of the cases")
     chosen = parser.parse_args()
@@ -303,14 +307,17 @@ def main() -> int:
     ):
         if unknown := [word for word in words if word not in known]:
             parser.error(f"{name}: {unknown[0]!r} is none of {', '.join(known)}")
+    if chosen.guard and not chosen.run:
+        parser.error("--guard: needs --run")
     if chosen.list:
         print("\n".join(f"{b} {label}" for b in backends for label, _ in cases(b)))
         return 0
     if chosen.run:
         if chosen.written:
             count_outputs_as_written()
-        for backend in backends:
-            run_cases(backend, parts, chosen.only)
+        with guarded_memory.guarded_tensors() if chosen.guard else contextlib.nullcontext():
+            for backend in backends:
+                run_cases(backend, parts, chosen.only)
         return 0
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
