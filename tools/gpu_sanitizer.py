@@ -4,6 +4,7 @@
     python tools/gpu_sanitizer.py [--backend hopper,ampere] [--tools racecheck] [--only PATTERN]
         [--parts fp8,variants] [--jobs 8]     # one process a tool, backend and part; 8 at a time
     python tools/gpu_sanitizer.py --suite 20     # a twentieth of the GPU tests, under memcheck
+    python tools/gpu_sanitizer.py --run --guard  # no tool: tensors end where mapped memory ends
 
 Each tool runs small cases of every kind of kernel: the 16-bit forward, the FP8 forward and its
 quantiser, both backward schedules, with sums in any order and deterministic; and those of
@@ -13,7 +14,8 @@ and keys that nobody sees, shared key heads, and once more tiles than the GPU ha
 so that blocks take a second one. torch's caching allocator is off: inside its blocks no tool sees
 where a tensor ends.
 
-One line a tool; exit status 1 when a tool found something. --record adds the results to
+One line a tool; exit status 1 when a tool found something: then the cases that it complained of,
+its first words about each, and the end of its output. --record adds the results to
 docs/gpu-sanitizer.json, which the page docs/gpu-verification.md shows.
 """
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import os
@@ -33,6 +36,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import gpu_sanitizer_cases
+import guarded_memory
 import pantile
 import torch
 import verification
@@ -49,6 +53,7 @@ PARTS = {
     "places": r"^(ranges|pages) ",
     "caches": r"^cache ",
 }
+FIRST_CASES, FIRST_CHARACTERS, LAST_CHARACTERS = 8, 3000, 3000  # of what a tool says
 RECORD = verification.ROOT / "docs" / verification.SANITIZER
 
 
@@ -175,12 +180,39 @@ def run_cases(backend: str, parts: list[str], only: str) -> None:
     torch.manual_seed(0)
     for label, run in cases(backend):
         if re.search(only, label) and any(re.search(PARTS[part], label) for part in parts):
+            print("case", label, flush=True)
             run()
             torch.cuda.synchronize()
             print("ran", label, flush=True)
 
 
 # ---- under a tool
+
+
+COMPLAINT = r"=+ +(?!COMPUTE-SANITIZER|\w+ SUMMARY)\S"
+
+
+def complaints(text: str) -> dict[str, str]:
+    """What a tool said between the beginning of a case and that of the next, by the case's label:
+    a kernel's errors come before its case has synchronised. A process that dies names its case."""
+    found = {}
+    parts = re.split(r"^case (.*)\n", text, flags=re.M)
+    for label, said in zip(parts[1::2], parts[2::2], strict=True):
+        lines = [line for line in said.splitlines() if re.match(COMPLAINT, line)]
+        if lines or f"ran {label}\n" not in said:
+            found[label] = "\n".join(lines) or "it did not end"
+    return found
+
+
+def excerpts(text: str) -> str:
+    """The cases that a tool complained of, the beginning of each complaint, and the end of all."""
+    found = complaints(text)
+    shown = [f"wrong: {label}\n{said[:FIRST_CHARACTERS]}" for label, said in found.items()]
+    shown[FIRST_CASES:] = [f"wrong: {label}" for label in list(found)[FIRST_CASES:]]
+    first = None if found else re.search("^" + COMPLAINT, text, re.M)  # of tests, not of cases
+    if first:
+        shown.append(text[first.start() :][:FIRST_CHARACTERS])
+    return "\n".join([*shown, "...", text[-LAST_CHARACTERS:]])
 
 
 def result_of(tool: str, what: str, text: str, status: int, ran: int, seconds: float) -> dict:
@@ -205,7 +237,7 @@ def under(tool: str, what: str, words: list[str], count: Callable[[str], int]) -
     summary = found["summary"] or "no summary"
     print(f"{tool}, {what}: {found['cases']} cases, {summary}, {seconds:.0f} s", flush=True)
     if not found["ok"]:
-        print(text[-6000:])
+        print(excerpts(text), flush=True)
     return found
 
 
@@ -263,6 +295,7 @@ def main() -> int:
     parser.add_argument("--suite", type=int, metavar="N", help="every N-th GPU test, by its name")
     parser.add_argument("--record", action="store_true", help=f"add to {RECORD.name}")
     parser.add_argument("--run", action="store_true", help="the cases alone, without a tool")
+    parser.add_argument("--guard", action="store_true", help="with --run: guarded_memory.py")
     parser.add_argument("--written", action="store_true", help="outputs count as written")
     parser.add_argument("--list", action="store_true", help="labels of the cases")
     chosen = parser.parse_args()
@@ -274,14 +307,17 @@ def main() -> int:
     ):
         if unknown := [word for word in words if word not in known]:
             parser.error(f"{name}: {unknown[0]!r} is none of {', '.join(known)}")
+    if chosen.guard and not chosen.run:
+        parser.error("--guard: needs --run")
     if chosen.list:
         print("\n".join(f"{b} {label}" for b in backends for label, _ in cases(b)))
         return 0
     if chosen.run:
         if chosen.written:
             count_outputs_as_written()
-        for backend in backends:
-            run_cases(backend, parts, chosen.only)
+        with guarded_memory.guarded_tensors() if chosen.guard else contextlib.nullcontext():
+            for backend in backends:
+                run_cases(backend, parts, chosen.only)
         return 0
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")

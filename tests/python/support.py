@@ -223,25 +223,25 @@ class Part:
         return x[index][None] if self.packed else x[index]
 
 
-def _head_slices(case: Case, scores_of_a_key_head: int) -> Iterator[tuple[slice, slice]]:
+def _head_slices(case: Case, scores_of_a_key_head: int, most: int) -> Iterator[tuple[slice, slice]]:
     heads, heads_k = case.q.shape[-2], case.k.shape[-2]
     group = heads // heads_k
-    step = min(heads_k, max(MOST_SCORES // max(scores_of_a_key_head, 1), 1))
+    step = min(heads_k, max(most // max(scores_of_a_key_head, 1), 1))
     for first in range(0, heads_k, step):
         last = min(first + step, heads_k)
         yield slice(first * group, last * group), slice(first, last)
 
 
-def parts(case: Case) -> Iterator[Part]:
-    """Covers every sequence and head once, with at most MOST_SCORES scores where heads allow it."""
+def parts(case: Case, most: int = MOST_SCORES) -> Iterator[Part]:
+    """Covers every sequence and head once, with at most ``most`` scores where heads allow it."""
     group = case.q.shape[-2] // case.k.shape[-2]
     if not case.lengths:
         batch, rows, keys = case.q.shape[0], case.q.shape[1], case.k.shape[1]
         scores = group * rows * keys
-        step = min(batch, max(MOST_SCORES // max(scores * case.k.shape[2], 1), 1))
+        step = min(batch, max(most // max(scores * case.k.shape[2], 1), 1))
         for first in range(0, batch, max(step, 1)):
             some = slice(first, min(first + step, batch))
-            for heads, heads_k in _head_slices(case, scores * (some.stop - some.start)):
+            for heads, heads_k in _head_slices(case, scores * (some.stop - some.start), most):
                 yield Part(
                     (some, slice(None), heads),
                     (some, slice(None), heads_k),
@@ -257,7 +257,7 @@ def parts(case: Case) -> Iterator[Part]:
         keys = bounds_k[b + 1] - bounds_k[b] if used_k is None else int(used_k[b])
         at_q = slice(bounds_q[b], bounds_q[b] + rows)
         at_k = slice(bounds_k[b], bounds_k[b] + keys)
-        for heads, heads_k in _head_slices(case, group * rows * keys):
+        for heads, heads_k in _head_slices(case, group * rows * keys, most):
             yield Part((at_q, heads), (at_k, heads_k), (heads, at_q), True, b)
 
 

@@ -3,6 +3,7 @@ that is differentiated by autograd, and against Python's evaluation of the same 
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
@@ -29,7 +30,10 @@ def lengths(target: Target, rows: int, keys: int) -> dict[str, int]:
     return {"rows": rows // part, "keys": keys // part}
 
 
-def tensors_of(device, heads: int = 4, batch: int = 2, seed: int = 1) -> dict[str, torch.Tensor]:
+def tensors_of(
+    device, heads: int = 4, batch: int = 2, length: int = 512, seed: int = 1
+) -> dict[str, torch.Tensor]:
+    """Of as many heads, sequences, and rows or keys at most, as the indices of SCORES reach."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -41,11 +45,18 @@ def tensors_of(device, heads: int = 4, batch: int = 2, seed: int = 1) -> dict[st
         "rel": normal(heads, 64),
         "table": normal(32, heads),
         "bucket": (torch.arange(256) - 128).abs().clamp(max=31).to(torch.int32),
-        "row": normal(batch, 512),
-        "key": normal(512).to(torch.bfloat16),
-        "flag": torch.rand(512, generator=generator) < 0.5,
+        "row": normal(batch, length),
+        "key": normal(length).to(torch.bfloat16),
+        "flag": torch.rand(length, generator=generator) < 0.5,
     }
     return {name: x.to(device) for name, x in found.items()}
+
+
+def sizes_of(case) -> dict[str, int]:
+    """What tensors_of() needs to know of a case."""
+    batch = case.lengths[0].shape[0] - 1 if case.lengths else case.q.shape[0]
+    sides = case.longest or (case.q.shape[1], case.k.shape[1])
+    return {"heads": case.q.shape[-2], "batch": max(batch, 2), "length": max(512, *sides)}
 
 
 # By name: the text, the same in torch, the tensors, and whether GPUs have their gradients.
@@ -109,8 +120,9 @@ MASKS = {
 }
 
 
-def widths(device) -> torch.Tensor:
-    return torch.tensor([5, 40, 200, 3], dtype=torch.int32, device=device)
+def widths(device, heads: int = 4) -> torch.Tensor:
+    some = itertools.islice(itertools.cycle((5, 40, 200, 3)), heads)
+    return torch.tensor(list(some), dtype=torch.int32, device=device)
 
 
 def textbook(operands, case, score, mask, tensors):
@@ -134,7 +146,7 @@ def textbook(operands, case, score, mask, tensors):
         i = torch.arange(s.shape[1], device=q.device)[None, :, None]
         j = torch.arange(s.shape[2], device=q.device)[None, None, :]
         if score is not None:
-            s = score(s, b, h, i, j, **tensors)
+            s = score(s, b, h, i, j, **tensors).to(qs.dtype)  # i and j alone make float32
         shown = torch.ones_like(s, dtype=torch.bool)
         if causal:
             shown = shown & (j <= i + s.shape[2] - s.shape[1])
@@ -168,13 +180,14 @@ def results(case, call, operands, tensors, wanted):
 def check(case, target, score=None, mask=None, wants=True):
     """Against float64, with the error of the textbook in the same dtype as the measure."""
     text, function, names = SCORES[score] if score else (None, None, ())
-    tensors = {n: tensors_of(target.device)[n] for n in names}
+    sizes = sizes_of(case)
+    tensors = {n: tensors_of(target.device, **sizes)[n] for n in names}
     wanted = [n for n in names if wants and tensors[n].is_floating_point()]
     extra = {}
     shows = None
     if mask is not None:
         condition, shows, captured = MASKS[mask]
-        given = {"width": widths(target.device)} if captured else {}
+        given = {"width": widths(target.device, sizes["heads"])} if captured else {}
         extra["mask"] = pantile.Mask(condition, **given)
         shows = (lambda f: lambda b, h, i, j: f(b, h, i, j, **given))(shows)
 

@@ -27,8 +27,8 @@ def places(target: Target, kind: str, sequences: int = 4, dims=(64, 64), stretch
     q = torch.randn(sum(rows), 4, dims[0], generator=generator)
     q = q.to(target.device, target.default_dtype)
     if kind == "pages":
-        k, _, table, first = paged(target, keys, 16, dims[0])
-        v, _, same, second = paged(target, keys, 16, dims[1])
+        k, _, table, first = paged(target, keys, 16, dims[0], dtype=q.dtype)
+        v, _, same, second = paged(target, keys, 16, dims[1], dtype=q.dtype)
         assert torch.equal(table, same)
         of = [(a[0], b[0]) for a, b in zip(first, second, strict=True)]
         where = {"block_table": table}

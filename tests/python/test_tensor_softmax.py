@@ -166,7 +166,7 @@ def test_both_passes_in_every_tile(dtype, size, unit, return_lse, causal):
     case = dense(GPU, dtype, 2, 200, 333, 4, 2, size, causal=causal)
     chosen = pantile.Options(backend="ampere", softmax=unit)
     plan = case.explain(options=chosen)
-    if unit == "tensor" and size not in (64, 128):
+    if unit == "tensor" and size > 128:  # of 64 and 128, which serve smaller ones
         assert plan.forward.kernel is None
         pytest.skip("no tensor softmax for this head dim")
     grad_o = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(9)).to(case.q)

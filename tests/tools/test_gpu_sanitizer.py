@@ -129,6 +129,36 @@ def test_only_a_clean_run_of_something_is_a_success(text, status, ran, ok):
     assert found["ok"] is ok
 
 
+WRONG = """========= COMPUTE-SANITIZER
+case variant a
+ran variant a
+case variant b
+========= Invalid __global__ read of size 4 bytes
+=========     at pantile_variant+0x10
+=========
+========= Invalid __global__ read of size 4 bytes
+ran variant b
+case variant c
+Traceback
+========= Target application returned an error
+========= ERROR SUMMARY: 932 errors
+"""
+
+
+def test_the_wrong_cases_are_named_with_the_first_errors():
+    found = gpu_sanitizer.complaints(WRONG)
+    assert list(found) == ["variant b", "variant c"]
+    assert found["variant b"].splitlines()[0].endswith("Invalid __global__ read of size 4 bytes")
+    assert gpu_sanitizer.complaints(CLEAN.replace("ran a", "case a\nran a")) == {}
+    many = WRONG + "x" * 9000
+    said = gpu_sanitizer.excerpts(many)
+    assert said.startswith("wrong: variant b\n========= Invalid __global__ read")
+    assert said.endswith("x" * gpu_sanitizer.LAST_CHARACTERS)
+    assert len(said) < len(many)
+    of_tests = WRONG.replace("case variant", "test") + "x" * 9000
+    assert gpu_sanitizer.excerpts(of_tests).startswith("========= Invalid __global__ read")
+
+
 def test_tests_are_counted_by_the_last_line_of_pytest():
     text = "....s\nSKIPPED [3] x: 9 passed\n12 passed, 3 skipped, 2 failed in 8.51s\n" + CLEAN
     assert gpu_sanitizer.tests_run(text) == 14

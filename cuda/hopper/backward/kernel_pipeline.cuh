@@ -214,7 +214,9 @@ class Probabilities {
       }
     } else if (++tile_ == end_tile_) {
       tile_ = first_tile_;
-      begin_head(head_ + 1);
+      if (more) {
+        begin_head(head_ + 1);  // there may be no such head: it would read past the slopes
+      }
     }
     previous_ = cursor_;
     cursor_.advance();

@@ -162,7 +162,9 @@ class ScoreGradients {
       if (++tile_ == key_tile_->rows.end) {
         tile_ = key_tile_->rows.begin;
         end_head();
-        variant_.begin_head(variant_params_, key_tile_->batch, ++head_);
+        if (more) {
+          variant_.begin_head(variant_params_, key_tile_->batch, ++head_);
+        }
       }
     }
   }
