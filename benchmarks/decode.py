@@ -1,13 +1,16 @@
-"""Decode over a KV cache beside FlashAttention-3, FlashInfer and FlashMLA, whichever are installed.
+"""Decode over a KV cache beside FlashAttention-3, FlashInfer, FlashMLA and torch's SDPA, whichever
+are installed.
 
     python benchmarks/decode.py --out benchmarks/results/h200_decode.jsonl
     python benchmarks/decode.py --grid short          # a few cells
+    python benchmarks/decode.py --grid bars           # those that have a bar, in a minute
 
 Microseconds of one step and TB/s of keys and values, counted once. Every contender has its calls in
 a CUDA graph and is timed by replays, interleaved in one process. The L2 is cold: a graph cycles
 through as many caches as hold 200 MB and more. Peers are taken at the best of their settings, which
 the line names: FA3 over num_splits and pages, FlashInfer with its plan outside of the clock
-(`FlashInfer`) and, by the host's clock, inside (`FlashInfer, plan + run`).
+(`FlashInfer`) and, by the host's clock, inside (`FlashInfer, plan + run`). SDPA (its flash and its
+cuDNN backend) takes dense caches of equal lengths only.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class Cell:
     format: str = "bf16"
     lengths: str = "equal"  # or ragged: uniform in 0..2 keys; or one long: half the keys in one
     queries: int = 1
+    prefix: int = 0  # keys that all sequences share, whole pages
 
     @property
     def latent(self) -> bool:
@@ -93,7 +97,8 @@ class Inputs:
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
         self.used = cell.used()
-        self.bytes = sum(self.used) * cell.row_bytes()
+        shared = cell.prefix * (cell.batch - 1)  # counted once
+        self.bytes = (sum(self.used) - shared) * cell.row_bytes()
         self.count = min(max(1, -(-COLD_BYTES // max(self.bytes, 1))), MOST_CACHES)
         self.lengths = torch.tensor(self.used, dtype=torch.int32, device="cuda")
         self.sets = [(self._queries(), self._cache()) for _ in range(self.count)]
@@ -128,6 +133,8 @@ class Inputs:
         table = torch.zeros(self.cell.batch, max(needed), dtype=torch.int32, device="cuda")
         for row, part in enumerate(names.split(needed)):
             table[row, : len(part)] = part
+        shared = self.cell.prefix // self.cell.page if self.cell.prefix else 0
+        table[:, :shared] = table[0, :shared].clone()
         return table
 
     def graphed(self, name: str, call: Callable, *more, **keywords) -> Contender:
@@ -166,6 +173,23 @@ def ours(inputs: Inputs, split: str, scheduled: bool) -> Contender:
         calls.append(functools.partial(pantile.decode, q, cache, inputs.lengths, **arguments))
     name = "pantile" if split == "auto" else f"pantile, {split}"
     return graphed(name + (", schedule apart" if scheduled else ""), calls)
+
+
+def shared_prefix(inputs: Inputs) -> Contender | str:
+    cell = inputs.cell
+    if cell.prefix == 0:
+        return "the sequences share no keys"
+    members = torch.tensor([0, cell.batch], dtype=torch.int32, device="cuda")
+    arguments = {
+        "cu_members": members,
+        "max_members": cell.batch,
+        "prefix_lengths": torch.tensor([cell.prefix], dtype=torch.int32, device="cuda"),
+        "scale": cell.scale,
+    }
+    return inputs.graphed(
+        "pantile, shared prefix",
+        lambda q, cache: pantile.decode_shared_prefix(q, cache, inputs.lengths, **arguments),
+    )
 
 
 # ---- peers: contenders, or the reason why there are none
@@ -256,10 +280,34 @@ def flash_mla(inputs: Inputs) -> list[Contender] | str:
     return [inputs.graphed("FlashMLA", call)]
 
 
-PEERS = {"FA3": fa3, "FlashInfer": flashinfer, "FlashMLA": flash_mla}
+def sdpa(name: str, backend: str, inputs: Inputs) -> list[Contender] | str:
+    cell = inputs.cell
+    plain = cell.format == "bf16" and not cell.latent and cell.queries == 1
+    if not plain or cell.page or cell.lengths != "equal":
+        return "measured in bf16, dense, with equal lengths and one query only"
+    chosen = torch.nn.attention.SDPBackend[backend]
+
+    def call(q, cache) -> object:
+        with torch.nn.attention.sdpa_kernel(chosen):
+            return torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, cache.k, cache.v)), enable_gqa=True
+            )
+
+    return [inputs.graphed(name, call)]
+
+
+PEERS = {
+    "FA3": fa3,
+    "FlashInfer": flashinfer,
+    "FlashMLA": flash_mla,
+    "SDPA": functools.partial(sdpa, "SDPA", "FLASH_ATTENTION"),
+    "cuDNN": functools.partial(sdpa, "cuDNN", "CUDNN_ATTENTION"),
+}
 
 
 # ---- lines
+
+NOT_BEST = ("pantile, invariant", "pantile, shared", "FlashInfer, plan")
 
 
 def error_of(inputs: Inputs) -> float:
@@ -283,12 +331,12 @@ def error_of(inputs: Inputs) -> float:
 
 
 def best_of(us: dict[str, float]) -> dict[str, dict]:
-    """The best setting of each implementation: not ours with other bits, nor FlashInfer with the
-    work of its host."""
+    """The best setting of each implementation: not ours with other bits or a prefix that it is
+    told, nor FlashInfer with the work of its host."""
     best = {}
     for name in ("pantile", *PEERS):
         own = {n: t for n, t in us.items() if n == name or n.startswith(f"{name}, ")}
-        for other in [n for n in own if n.startswith(("pantile, invariant", "FlashInfer, plan"))]:
+        for other in [n for n in own if n.startswith(NOT_BEST)]:
             del own[other]
         if own:
             setting = min(own, key=own.__getitem__)
@@ -308,6 +356,7 @@ def line_of(cell: Cell) -> dict:
         for split in ("auto", "invariant")
         for scheduled in (False, True)
     }
+    mine["pantile, shared prefix"] = functools.partial(shared_prefix, inputs)
     running = harness.running(mine, absent, harness.OURS_REFUSES)
     theirs = {name: functools.partial(peer, inputs) for name, peer in PEERS.items()}
     running += harness.running(theirs, absent)
@@ -316,6 +365,8 @@ def line_of(cell: Cell) -> dict:
     best = best_of(us)
     line = {"kind": "timing", **dataclasses.asdict(cell), "mb": round(inputs.bytes / 1e6, 3)}
     line |= {"caches": inputs.count, "us": us, "best": best, "absent": absent}
+    flop = 2 * sum(inputs.used) * cell.queries * cell.heads_q * (cell.head_dim + cell.head_dim_v)
+    line["tflop_s"] = {n: round(flop / t * 1e-6, 2) for n, t in us.items() if t > 0}
     line["tb_s"] = {n: round(inputs.bytes / t * 1e-6, 4) for n, t in us.items() if t > 0}
     if "pantile" in best:
         line["error"] = error_of(inputs)
@@ -328,7 +379,7 @@ def line_of(cell: Cell) -> dict:
 
 def main() -> None:
     parser = harness.parser(__doc__)
-    parser.add_argument("--grid", default="full", choices=("full", "short"))
+    parser.add_argument("--grid", default="full", choices=("full", "short", "bars"))
     given = parser.parse_args()
     harness.require_gpu()
     with torch.inference_mode():
