@@ -69,7 +69,8 @@ def flex_attention(
 ) -> Any:
     """Attention with the arguments and the layout of ``torch.nn.attention.flex_attention``.
 
-    ``score_mod`` and the ``mask_mod`` of a mask are called once in each call, and traced:
+    ``score_mod`` and the ``mask_mod`` of a mask are called once and traced; a later call of the
+    same function calls it again unless only the values of captured tensors can have changed:
     arithmetic, comparisons, ``torch.where``, ``tanh``, ``exp``, ``log``, ``sqrt``, ``abs``,
     ``clamp``, ``minimum``, ``maximum`` and what is made of them, and captured tensors that are
     indexed by numbers. What torch computes of tensors alone may be anything. Gradients reach

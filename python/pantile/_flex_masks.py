@@ -14,7 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pantile import _C
 from pantile._arguments import shown
 from pantile._expressions import Mask, Score
-from pantile._flex_trace import Tape, Value, text_of, trace
+from pantile._flex_kept import trace
+from pantile._flex_trace import Tape, Value
 from pantile._mask_forms import BlockMask, Documents
 
 Tensor = torch.Tensor
@@ -36,12 +37,11 @@ def score_of(score_mod: Any) -> Score | None:
         return score_mod
     if not callable(score_mod):
         raise TypeError(f"score_mod is {shown(score_mod)}; it must be a function or pantile.Score")
-    value = trace(score_mod, ("s", *_PAIR), "t", "score_mod")
+    traced = trace(score_mod, ("s", *_PAIR), "t", "score_mod")
+    value = traced.trace.value
     if value.kind == "bool":
         raise TypeError("score_mod gives a condition; it must give a number")
-    if value.text == "s":
-        return None
-    return Score(text_of(value.tape, value), **value.tape.tensors)
+    return None if value.text == "s" else Score(traced.trace.text, **traced.captured())
 
 
 # ---- masks that kernels know
@@ -166,12 +166,23 @@ def _hides_no_more(block_mask: Any, left: int | None, right: int | None) -> bool
     return known[left, right]
 
 
+_dense = WeakIdKeyDictionary()  # BlockMask of torch: (versions of its lists, _blocks() of it)
+_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
+
 def _blocks(block_mask: Any) -> tuple[Tensor, tuple[int, int]]:
-    """bool [batch, heads, blocks of queries, blocks of keys], and the size of a block."""
-    dense = block_mask.to_dense().bool()
-    if dense.ndim < 4:
-        dense = dense[(None,) * (4 - dense.ndim)]
-    return dense, tuple(block_mask.BLOCK_SIZE)
+    """bool [batch, heads, blocks of queries, blocks of keys], and the size of a block. Made once
+    for each mask, and again when torch has changed its lists."""
+    lists = [getattr(block_mask, name) for name in _LISTS]
+    versions = [None if x is None else (id(x), x._version) for x in lists]
+    known, made = _dense.get(block_mask, (None, None))
+    if made is None or known != versions:
+        dense = block_mask.to_dense().bool()
+        if dense.ndim < 4:
+            dense = dense[(None,) * (4 - dense.ndim)]
+        made = dense, tuple(block_mask.BLOCK_SIZE)
+        _dense[block_mask] = (versions, made)
+    return made
 
 
 def _block_mask_of(dense: Tensor, size: tuple[int, int], rows: int, keys: int) -> BlockMask | None:
@@ -204,7 +215,7 @@ def masks_of(block_mask: Any, batch: int, rows: int, keys: int) -> Masks:
                 f"{block_mask.seq_lengths[1]} keys; the call has {rows} and {keys}"
             )
         dense, size = _blocks(block_mask)
-    value = trace(block_mask.mask_mod, _PAIR, "m", "mask_mod")
+    value = trace(block_mask.mask_mod, _PAIR, "m", "mask_mod").value()
     if value.kind != "bool":
         raise TypeError("mask_mod gives a number; it must give a condition")
     masks, left = _masks_of(value, batch, rows, keys)

@@ -30,6 +30,7 @@ _INTEGERS = (*_NARROW_INTEGERS, torch.int32, torch.int64)
 _MOST_AXES = 4
 _MOST_POWER = 8
 _INT32 = torch.iinfo(torch.int32)
+_DESCRIBING = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim)  # properties
 
 
 class Untraceable(_C.UnsupportedError):
@@ -83,6 +84,7 @@ class Tape:
     prefix: str = "t"
     made: dict[str, Value] = field(default_factory=dict)
     names: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    computes: bool = False  # torch has computed something of tensors alone, on the way
 
     def table(self, x: Tensor) -> str:
         """The name of a captured tensor."""
@@ -129,8 +131,7 @@ def _value_of(tape: Tape, x: Any) -> Value:
     if isinstance(x, Tensor):
         if x.numel() != 1:
             raise Untraceable(
-                f"a tensor of shape {list(x.shape)} stands beside the values of one pair; index "
-                "it, bias[h]"
+                f"a tensor of shape {list(x.shape)} stands beside values of one pair; index it"
             )
         if x.device.type == "cpu" and not x.requires_grad and x.dtype is not torch.bool:
             return _number(tape, x.item())
@@ -340,10 +341,7 @@ def _logic(a: Value, sign: str, b: Value) -> Value:
     if sign == "!=":
         return _two(a, sign, b)
     a, b = _as_condition(a), _as_condition(b)
-    for x, other in (
-        (a, b),
-        (b, a),
-    ):  # True & b, False | b: torch's and_masks and or_masks begin so
+    for x, other in ((a, b), (b, a)):  # True & b, False | b: torch's and_masks, or_masks begin so
         if x.op == "constant" and x.args == (sign == "&",):
             return other
     return a.tape.value(f"{a.text} {sign} {b.text}", "bool", sign, (a, b))
@@ -572,9 +570,14 @@ def apply(name: str, args: tuple, kwargs: dict) -> Any:
 class _Watch(TorchFunctionMode):
     """Sees functions of torch whose operands are tensors and values."""
 
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None):
         kwargs = kwargs or {}
         if _tape_in((*args, *kwargs.values())) is None:
+            self.tape.computes |= getattr(function, "__self__", None) not in _DESCRIBING
             return function(*args, **kwargs)
         return apply(getattr(function, "__name__", str(function)), args, kwargs)
 
@@ -586,7 +589,7 @@ def trace(function: Callable[..., Any], inputs: tuple[str, ...], prefix: str, wh
         Value(tape, x, "real" if x == "s" else "int", "input", (x,), x != "s") for x in inputs
     ]
     try:
-        with _Watch():
+        with _Watch(tape):
             return _value_of(tape, function(*values))
     except Untraceable as error:
         raise _C.UnsupportedError(f"{what} cannot be traced: {error}") from None
