@@ -117,8 +117,10 @@ def short_way():
             if isinstance(expected, torch.Tensor):
                 expected, found = (expected,), (found,)
             for mine, other in zip(found, expected, strict=True):
-                assert isinstance(mine, DTensor) and mine.dtype is other.dtype
-                assert mine.shape == other.shape and mine.stride() == other.stride()
+                assert isinstance(mine, DTensor)
+                assert mine.dtype is other.dtype
+                assert mine.shape == other.shape
+                assert mine.stride() == other.stride()
                 assert torch.equal(mine.full_tensor(), other)
         # A gradient that is placed otherwise is spread as the output is.
         leaves = [x.detach().requires_grad_() for x in sharded]
