@@ -337,11 +337,15 @@ def attention(
         options is window is scale is softcap is alibi is bias is out is None
         and sinks is dropout is mask is score is None
         and return_lse is return_max_logit is deterministic is False
-        and type(q) is _tensor_type
         and type(causal) is bool
         and not _is_compiling()
     ):
-        return _torch_ops.plain_attention(q, k, v, _PLAIN_CALLS[causal])
+        if type(q) is _tensor_type:
+            return _torch_ops.plain_attention(q, k, v, _PLAIN_CALLS[causal])
+        if _tensor_type is not None and _torch_ops.is_dtensor(q):
+            o = _torch_ops.plain_sharded_attention(q, k, v, _PLAIN_CALLS[causal])
+            if o is not None:
+                return o
     options = DEFAULT_OPTIONS if options is None else resolve_options(options)
     check_flags(return_lse, return_max_logit, deterministic)
     call = make_call(DENSE, causal, window, scale, options, return_lse)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 
 import torch
 from torch.autograd import forward_ad
@@ -529,9 +530,39 @@ def attention(q, k, v, call, deterministic, checked, return_lse, extras):
             return _chosen(o, lse, max_logit, return_lse)
         return run_forward(q, k, v, call, checked, False)[0]
     if not is_compiling():
+        if is_dtensor(q):
+            flags = deterministic, checked, return_lse
+            answer = _sharded_attention(q, k, v, call, flags, extras)
+            if answer is not None:
+                return answer
         prepare(q, k, v, lengths_of(call))
     o, lse, _, max_logit = _dispatch(q, k, v, call, deterministic, checked, False, extras)
     return _chosen(o, lse, max_logit, return_lse)
+
+
+def is_dtensor(x) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def _sharded_attention(q, k, v, call, flags: tuple, extras):
+    from pantile import _sharded  # with DTensors only: it imports them
+
+    return _sharded.attention(attention, q, k, v, call, flags, extras)
+
+
+def plain_sharded_attention(q, k, v, call: _C.Call):
+    """o of DTensors, for a call that says no more than ``causal``; None: by the other way."""
+    from pantile import _sharded
+
+    return _sharded.plain_attention(_attend_watched, q, k, v, call)
+
+
+def _attend_watched(q, k, v, call: _C.Call):
+    o = _C.attend(q, k, v, call)
+    if o is not None and _watch.watchers:
+        _watch.forward(q, k, v, call, None, o, None)
+    return o
 
 
 def _plain_attention(q, k, v, call: _C.Call):
@@ -542,11 +573,8 @@ def _plain_attention(q, k, v, call: _C.Call):
 
 def _watched_plain_attention(q, k, v, call: _C.Call):
     """The same, while somebody watches: calls that do not come to run_forward are shown here."""
-    o = _C.attend(q, k, v, call)
-    if o is None:
-        return attention(q, k, v, call, False, False, False, None)
-    _watch.forward(q, k, v, call, None, o, None)
-    return o
+    o = _attend_watched(q, k, v, call)
+    return attention(q, k, v, call, False, False, False, None) if o is None else o
 
 
 def watch_plain_calls(watched: bool) -> None:

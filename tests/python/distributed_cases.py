@@ -96,6 +96,51 @@ def heads_that_do_not_divide_are_gathered():
     same(attend(*rows)[0], attend(q, k, v)[0])
 
 
+def short_way():
+    """Of batch and heads alone: local tensors, without torch's rules, with the same answers."""
+    from pantile import _sharded
+
+    plain = [x.detach() for x in operands()]
+    wide = {"return_lse": True, "return_max_logit": True}
+    f32 = {"options": pantile.Options(output_dtype="float32")}
+    for place, served in (
+        *((Shard(0), True), (Shard(2), True), (Replicate(), True)),
+        *((Shard(1), False), (Shard(3), False), (Partial(), False)),
+    ):
+        sharded = [DTensor.from_local(x, mesh(), [place], run_check=False) for x in plain]
+        assert (_sharded.locals_of(*sharded) is not None) == served, place
+    for place in (Shard(0), Shard(2), Replicate()):
+        sharded = [distribute_tensor(x, mesh(), [place]) for x in plain]
+        for arguments in ({}, {"causal": True}, {"causal": True, "return_lse": True}, wide, f32):
+            expected = pantile.attention(*plain, **arguments)
+            found = pantile.attention(*sharded, **arguments)
+            if isinstance(expected, torch.Tensor):
+                expected, found = (expected,), (found,)
+            for mine, other in zip(found, expected, strict=True):
+                assert isinstance(mine, DTensor)
+                assert mine.dtype is other.dtype
+                assert mine.shape == other.shape
+                assert mine.stride() == other.stride()
+                assert torch.equal(mine.full_tensor(), other)
+        # A gradient that is placed otherwise is spread as the output is.
+        leaves = [x.detach().requires_grad_() for x in sharded]
+        o = pantile.attention(*leaves, causal=True).redistribute(placements=[Replicate()])
+        o.sum().backward()
+        alone = [x.clone().requires_grad_() for x in plain]
+        pantile.attention(*alone, causal=True).sum().backward()
+        for mine, other in zip(leaves, alone, strict=True):
+            same(mine.grad, other.grad)
+    uneven = [x[:3] for x in plain]
+    sharded = [distribute_tensor(x, mesh(), [Shard(0)]) for x in uneven]
+    found = pantile.attention(*sharded)
+    assert found.shape == uneven[0].shape
+    same(found, pantile.attention(*uneven))
+    square = dist.device_mesh.init_device_mesh("cpu", (WORLD, 1))
+    sharded = [distribute_tensor(x, square, [Shard(0), Shard(2)]) for x in plain]
+    assert _sharded.locals_of(*sharded) is not None
+    same(pantile.attention(*sharded), pantile.attention(*plain))
+
+
 def packed():
     bounds = torch.tensor([0, 9, 9, 21], dtype=torch.int32)
     tensors = [x.detach()[0].requires_grad_() for x in operands()]

@@ -48,6 +48,7 @@ def test_sharded_tensors(tmp_path):
     run_together(
         tmp_path,
         "batch_and_heads",
+        "short_way",
         "heads_that_do_not_divide_are_gathered",
         "packed",
         "learned_tensors",

@@ -48,13 +48,16 @@ def chosen_method(plan: Plan, method: str, heads_q: int, heads_k: int) -> str:
     return "exchange" if part < 1.0 else "gather"
 
 
-def head_groups(plan: Plan, k: Tensor, v: Tensor, wanted: int | None) -> list[tuple[int, int]]:
+def head_groups(
+    plan: Plan, k: Tensor, v: Tensor, gathers: bool, wanted: int | None
+) -> list[tuple[int, int]]:
     """Ranges of key heads that are exchanged at a time."""
     heads = k.shape[2]
     if wanted is None:
         width = (k.shape[3] + v.shape[3]) * k.element_size()
         total = plan.bounds[-1] * k.shape[0] * heads * width
-        wanted = -(-total // _GROUP_BYTES)
+        part = 1.0 if gathers else min(plan.needed_fraction, 1.0)  # the same on all ranks
+        wanted = -(-int(part * total) // _GROUP_BYTES)
     count = max(min(wanted, heads), 1)
     return [(heads * i // count, heads * (i + 1) // count) for i in range(count)]
 
@@ -104,13 +107,13 @@ class _Request:
             answer = Ring.apply(q, k, v, job)
         else:
             gathers = self.method == "gather"
-            local = plan.local(q.device, q.shape[0])
-            groups = _groups(plan, k, v, self.groups)
+            parts = plan.local(q.device, q.shape[0])
+            groups = _groups(plan, k, v, gathers, self.groups)
             if self.prefetched is not None:
                 self.prefetched.check_way(plan, gathers)
                 groups = self.prefetched.groups
             job = Job(
-                *(plan.share, local, plan.keys.group, gathers, groups, self.settings),
+                *(parts, plan.keys.group, gathers, groups, self.settings),
                 *(self.keep_keys, self.return_lse),
             )
             if self.prefetched is not None:
@@ -173,8 +176,8 @@ class Prefetched:
         self._plan, self._gathers, self.groups = plan, gathers, groups
         self.sources: list[tuple[Tensor, int]] = []  # of the caller, with their versions
         settings = Settings(None, DEFAULT_OPTIONS, False, False)
-        local = plan.local(k.device, k.shape[0])
-        job = Job(plan.share, local, plan.keys.group, gathers, groups, settings, False, False)
+        parts = plan.local(k.device, k.shape[0])
+        job = Job(parts, plan.keys.group, gathers, groups, settings, False, False)
         with torch.no_grad():
             self._pending: Pending | None = job.start(k, v, 0)
 
@@ -435,7 +438,8 @@ def prefetch(
     _check_tensors(plan, k, k, v)
     sources = [(x, x._version) for x in (k, v)]
     k, v = (x if x.ndim == 4 else x[None] for x in _under_autocast(k, v))
-    ready = Prefetched(plan, k, v, method == "gather", _groups(plan, k, v, head_groups))
+    gathers = method == "gather"
+    ready = Prefetched(plan, k, v, gathers, _groups(plan, k, v, gathers, head_groups))
     ready.sources = sources
     return ready
 

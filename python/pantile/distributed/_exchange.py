@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from pantile import _ops
-from pantile.distributed._local import Local, Settings
-from pantile.distributed._share import Share
+from pantile.distributed._local import Local, Near, Settings
 from pantile.distributed._transfer import Pending, exchange, gather, sum_rows
 
 Tensor = torch.Tensor
@@ -31,8 +30,7 @@ class Job:
 
     def __init__(
         self,
-        share: Share,
-        local: Local,
+        parts: tuple[Near | None, Local],
         group: Any,
         gathers: bool,
         head_groups: list[tuple[int, int]],
@@ -40,7 +38,8 @@ class Job:
         keep_keys: bool,
         wants_lse: bool,
     ) -> None:
-        self.share, self.local, self.group, self.gathers = share, local, group, gathers
+        self.near, self.local = parts
+        self.share, self.group, self.gathers = self.local.share, group, gathers
         self.head_groups, self.settings = head_groups, settings
         self.keep_keys, self.wants_lse = keep_keys, wants_lse
         self.first: Pending | None = None  # of a prefetch
@@ -73,10 +72,14 @@ class KeyExchange(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, job: Job):
         batch, rows, heads_q, head_dim = q.shape
         ratio = heads_q // k.shape[2]
-        flat_q = q.flatten(0, 1)
+        flat_q, near = q.flatten(0, 1), job.near
         keep_low = any(ctx.needs_input_grad)
-        kept, lows, outputs = [], [], []
+        kept, lows, outputs, near_lows = [], [], [], []
         pending = job.first or job.start(k, v, 0)
+        if near is not None:  # while the keys of the others are on their way
+            flat = flat_q, k.flatten(0, 1), v.flatten(0, 1)
+            near_o, near_lse, near_lows = near.forward(*flat, job.settings, keep_low)
+            flat_q = flat_q.index_select(0, near.far_rows)
         for i, (first, last) in enumerate(job.head_groups):
             following = job.start(k, v, i + 1) if i + 1 < len(job.head_groups) else None
             keys, values = job.key_list(pending.wait(), head_dim)
@@ -89,8 +92,11 @@ class KeyExchange(torch.autograd.Function):
             pending = following
         o = _joined([o for o, _ in outputs], 1)
         lse = _joined([lse for _, lse in outputs], 0)
-        ctx.save_for_backward(q, k, v, o, lse, *lows, *kept)
-        ctx.job, ctx.low_count = job, len(lows)
+        if near is not None:
+            o = near_o.index_copy_(0, near.far_rows, o)
+            lse = near_lse.index_copy_(1, near.far_rows, lse)
+        ctx.save_for_backward(q, k, v, o, lse, *near_lows, *lows, *kept)
+        ctx.job, ctx.low_count = job, len(near_lows) + len(lows)
         ctx.set_materialize_grads(False)
         o = o.view(batch, rows, heads_q, v.shape[-1])
         if not job.wants_lse:
@@ -110,10 +116,20 @@ class KeyExchange(torch.autograd.Function):
         if grad_lse is not None:
             grad_lse = grad_lse.transpose(0, 1).flatten(1)
         flat_q, ratio = q.flatten(0, 1), heads_q // k.shape[2]
-        per_group = len(job.local.calls)
-        owned = _Owned(job, k, v)
+        per_group, near = len(job.local.calls), job.near
         grads_q = []
         pending = None if kept else job.start(k, v, 0)
+        if near is None:
+            owned = _Owned(job, k, v)
+        else:
+            near_grad_q, *grads = near.backward(
+                *(grad_o, grad_lse, flat_q, k.flatten(0, 1), v.flatten(0, 1), o),
+                *(lows[:1], lse, job.settings),
+            )
+            owned, lows = _Added(job, *(x.unflatten(0, k.shape[:2]) for x in grads)), lows[1:]
+            flat_q, o, grad_o = (x.index_select(0, near.far_rows) for x in (flat_q, o, grad_o))
+            lse = lse.index_select(1, near.far_rows)
+            grad_lse = None if grad_lse is None else grad_lse.index_select(1, near.far_rows)
         for i, (first, last) in enumerate(job.head_groups):
             if kept:
                 keys, values = kept[2 * i : 2 * i + 2]
@@ -131,8 +147,11 @@ class KeyExchange(torch.autograd.Function):
             grads_q.append(grad_q)
             owned.add(i, job.give_back(job.local.received_gradients(grad_k, grad_v)))
         grad_k, grad_v = owned.finish()
-        grad_q = _joined(grads_q, 1).view(q.shape).to(q.dtype)
-        return grad_q, grad_k, grad_v, None
+        grad_q = _joined(grads_q, 1)
+        if near is not None:
+            grad_q = near_grad_q.index_copy_(0, near.far_rows, grad_q)
+        grads = grad_q.view(q.shape), grad_k, grad_v
+        return *(x.to(leaf.dtype) for x, leaf in zip(grads, (q, k, v), strict=True)), None
 
 
 class _Owned:
@@ -153,8 +172,9 @@ class _Owned:
             return
         i, pending = self._pending
         self._pending = None
-        parts = pending.wait()
-        heads = slice(*self._job.head_groups[i])
+        self._put(pending.wait(), slice(*self._job.head_groups[i]))
+
+    def _put(self, parts: Tensor, heads: slice) -> None:
         total = parts.new_empty((self._grad_k.shape[1], *parts.shape[1:]))
         sum_rows(total, parts, self._job.local.steps("owner_levels"))
         total = total.movedim(0, 1)
@@ -164,6 +184,27 @@ class _Owned:
     def finish(self) -> tuple[Tensor, Tensor]:
         self._take()
         return self._grad_k, self._grad_v
+
+
+class _Added(_Owned):
+    """The same where this rank has made a part of them with its own queries."""
+
+    def __init__(self, job: Job, grad_k: Tensor, grad_v: Tensor) -> None:
+        self._job, self._head_dim = job, grad_k.shape[-1]
+        self._grad_k, self._grad_v = grad_k, grad_v
+        self._pending = None
+
+    def _put(self, parts: Tensor, heads: slice) -> None:
+        rows = self._job.local.touched_rows()
+        if not len(rows):
+            return
+        total = parts.new_empty((len(rows), *parts.shape[1:]))
+        sum_rows(total, parts, self._job.local.steps("touched_levels"))
+        total = total.movedim(0, 1)
+        split = self._head_dim
+        for grad, more in ((self._grad_k, total[..., :split]), (self._grad_v, total[..., split:])):
+            some = grad[:, :, heads]
+            some.index_copy_(1, rows, (some.index_select(1, rows) + more).to(some.dtype))
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -61,6 +61,12 @@ def piece_of(run: Run, bounds: Sequence[int], mask: Mask) -> Piece:
     return Piece(run.start, run.stop, first_key, last_key, left, right)
 
 
+def is_alone(run: Run, bounds: Sequence[int], mask: Mask) -> bool:
+    """Whether its queries see the keys of the run, and no others."""
+    piece = piece_of(run, bounds, mask)
+    return piece.first_key == run.start and piece.last_key == run.stop
+
+
 def cut(start: int, stop: int, bounds: Sequence[int]) -> Iterable[Run]:
     """A range of tokens as runs, at the ends of documents."""
     document = bisect.bisect_right(bounds, start) - 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from pantile import _ops
 from pantile._direct import _LOW_SHIFT
 from pantile._options import Options
 from pantile._schema import OPTIONS, Call
+from pantile.distributed._layout import Mask, Run, rows_of
 from pantile.distributed._share import Call as PackedCall
-from pantile.distributed._share import Share
+from pantile.distributed._share import Share, ranges_to_rows
 from pantile.distributed._transfer import sum_rows
 
 Tensor = torch.Tensor
@@ -29,12 +31,19 @@ class Settings(NamedTuple):
 
 
 def make_call(
-    settings: Settings, cu_seqlens_q, cu_seqlens_k, longest_q: int, longest_k: int, window
+    settings: Settings,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    longest_q: int,
+    longest_k: int,
+    window,
+    seqused_q=None,
 ) -> Call:
     fields = settings.options.call_fields[1 if settings.exact_lse else 0]
     return Call(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
         max_seqlen_q=longest_q,
         max_seqlen_k=longest_k,
         scale=settings.scale,
@@ -62,7 +71,7 @@ def _longest(bounds: list[int]) -> int:
 class _Placed(NamedTuple):
     rows: tuple[int, int]  # of [batch * rows]
     keys: tuple[int, int]  # of [batch * key_count]
-    call: tuple  # (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, window)
+    call: tuple  # of make_call, after the settings
 
 
 class Local:
@@ -70,7 +79,7 @@ class Local:
 
     def __init__(self, share: Share, device: torch.device, batch: int) -> None:
         self.share, self.device, self.batch = share, device, batch
-        self.rows, self.key_count = share.rows[share.mine], share.key_count
+        self.rows, self.key_count = rows_of(share.queries), share.key_count
         # Of one window: all entries of the batch in one call.
         together = batch if len(share.calls) == 1 else 1
         self.calls = [
@@ -114,8 +123,13 @@ class Local:
             self._index["send"] = self.share.send_index.to(self.device)
         return self._index["send"]
 
+    def touched_rows(self) -> Tensor:
+        if "touched" not in self._index:
+            self._index["touched"] = self.share.touched_rows.to(self.device)
+        return self._index["touched"]
+
     def steps(self, name: str) -> Steps:
-        """``key_levels`` or ``owner_levels`` of the share."""
+        """``key_levels``, ``owner_levels`` or ``touched_levels`` of the share."""
         if name not in self._steps:
             found = getattr(self.share, name)
             self._steps[name] = [(a.to(self.device), b.to(self.device)) for a, b in found]
@@ -184,3 +198,31 @@ class Local:
         for part, grad in ((grads[..., :head_dim], grad_k), (grads[..., head_dim:], grad_v)):
             sum_rows(part, grad.unflatten(0, (self.batch, self.key_count)), steps, 1)
         return grads.movedim(1, 0).contiguous()
+
+
+class Near(Local):
+    """Runs of a share that see their own keys alone (:func:`_layout.is_alone`): one call on the
+    local tensors as they lie, in which the other runs have no queries."""
+
+    def __init__(
+        self, runs: Sequence[Run], alone: Sequence[bool], mask: Mask, device: torch.device,
+        batch: int,
+    ) -> None:  # fmt: skip
+        lengths = [run.stop - run.start for run in runs]
+        self.device, self.batch, self.rows = device, batch, sum(lengths)
+        self.key_count = self.rows
+        places = list(pairwise(accumulate(lengths, initial=0)))
+        others = [place for place, is_near in zip(places, alone, strict=True) if not is_near]
+        entries = torch.arange(batch)[:, None] * self.rows
+        # Of [batch * rows]: the rows of the other runs.
+        self.far_rows = (ranges_to_rows(others) + entries).flatten().to(device)
+        offsets = [0, *(i * self.rows + stop for i in range(batch) for _, stop in places)]
+        used = [n if is_near else 0 for n, is_near in zip(lengths, alone, strict=True)]
+        cu_seqlens, seqused = (
+            torch.tensor(x, dtype=torch.int32, device=device) for x in (offsets, used * batch)
+        )
+        longest = max(lengths)
+        call = cu_seqlens, cu_seqlens, longest, longest, (mask.left, mask.right)
+        whole = 0, batch * self.rows
+        # Without other runs the call is an ordinary one.
+        self.calls = [_Placed(whole, whole, (*call, seqused) if others else call)]

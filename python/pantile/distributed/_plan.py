@@ -16,7 +16,7 @@ from pantile._arguments import MAX_SEQLEN, choice, integer, shown
 from pantile._masks import window_bounds
 from pantile.distributed import _layout
 from pantile.distributed._layout import LAYOUTS, Mask, Run
-from pantile.distributed._local import Local
+from pantile.distributed._local import Local, Near
 from pantile.distributed._share import Share, ranges_to_rows
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from pantile._types import Window
 
 Tensor = torch.Tensor
+
+# Runs that see their own keys alone are attended with apart where they have this part of the work.
+_LEAST_NEAR = 0.25
 
 
 class Group:
@@ -116,7 +119,7 @@ class Plan:
         self.keys, self.heads = keys, heads
         self.ranks = keys.size * heads.size
         self.rank = keys.rank * heads.size + heads.rank
-        self._locals: dict[tuple[torch.device, int], Local] = {}
+        self._locals: dict[tuple[torch.device, int], tuple[Near | None, Local]] = {}
 
     def __repr__(self) -> str:
         return (
@@ -144,6 +147,25 @@ class Plan:
         return Share(self.shares, self.keys.rank, self.bounds, self.mask)
 
     @functools.cached_property
+    def _alone(self) -> list[bool]:
+        """Of each run of the share: whether it is attended with apart from the others, because its
+        queries see keys of the run alone; so where these runs have a good part of the work."""
+        runs = self.shares[self.keys.rank]
+        alone = [_layout.is_alone(run, self.bounds, self.mask) for run in runs]
+        work = _layout.Work(self.bounds, self.mask)
+        near = work.of_runs(run for run, is_near in zip(runs, alone, strict=True) if is_near)
+        if near < _LEAST_NEAR * work.of_runs(runs) or not any(alone):
+            return [False] * len(runs)
+        return alone
+
+    @functools.cached_property
+    def exchanged(self) -> Share:
+        """What is computed with keys of others, where the runs for which that holds are apart."""
+        runs = self.shares[self.keys.rank]
+        far = [run for run, is_near in zip(runs, self._alone, strict=True) if not is_near]
+        return Share(self.shares, self.keys.rank, self.bounds, self.mask, far)
+
+    @functools.cached_property
     def by_heads(self) -> Plan:
         """The same rows on the same ranks, which split the heads and exchange no keys."""
         whole = _layout.contiguous(self.bounds, 1)
@@ -164,10 +186,15 @@ class Plan:
             most = max(most, (count - own) / max(self.bounds[-1] - own, 1))
         return most
 
-    def local(self, device: torch.device, batch: int) -> Local:
-        """What the share computes, with its index arrays on ``device``."""
+    def local(self, device: torch.device, batch: int) -> tuple[Near | None, Local]:
+        """What the share computes with keys of its own alone, and the rest, with their index arrays
+        on ``device``."""
         if (device, batch) not in self._locals:
-            self._locals[device, batch] = Local(self.share, device, batch)
+            near = None
+            if any(self._alone):
+                runs = self.shares[self.keys.rank]
+                near = Near(runs, self._alone, self.mask, device, batch)
+            self._locals[device, batch] = near, Local(self.exchanged, device, batch)
         return self._locals[device, batch]
 
     @functools.cached_property

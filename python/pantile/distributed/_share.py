@@ -77,16 +77,26 @@ def levels(index: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 class Share:
-    """Share ``mine`` of ``shares``: one a rank, or one a group of ranks that split the heads."""
+    """Share ``mine`` of ``shares``: one a rank, or one a group of ranks that split the heads.
+
+    ``queries``: of which runs of mine it computes the attention; default all. It must hold those
+    that see keys of other shares.
+    """
 
     def __init__(
-        self, shares: Sequence[Sequence[Run]], mine: int, bounds: Sequence[int], mask: Mask
+        self,
+        shares: Sequence[Sequence[Run]],
+        mine: int,
+        bounds: Sequence[int],
+        mask: Mask,
+        queries: Sequence[Run] | None = None,
     ) -> None:
         self.shares, self.mine, self.bounds, self.mask = shares, mine, bounds, mask
         self.count = len(shares)
         self.rows = [rows_of(runs) for runs in shares]
         self.most_rows = max(self.rows)
-        self.pieces = [piece_of(run, bounds, mask) for run in shares[mine]]
+        self.queries = shares[mine] if queries is None else queries
+        self.pieces = [piece_of(run, bounds, mask) for run in self.queries]
         self.ring_steps: dict[int, list] = {}  # by the share whose keys they use
 
     # ---- what is computed
@@ -122,7 +132,7 @@ class Share:
         """Needed parts of runs, by share, ascending: the rows that the exchange delivers."""
         starts = [segment.start for segment in self._segments]
         parts = []
-        needed = needed_keys(self.shares[self.mine], self.bounds, self.mask)
+        needed = needed_keys(self.queries, self.bounds, self.mask)
         for first, last in (key_range for ranges in needed.values() for key_range in ranges):
             i = bisect.bisect_right(starts, first) - 1
             while i < len(starts) and starts[i] < last:
@@ -149,6 +159,7 @@ class Share:
             row += run.stop - run.start
         parts = []
         for share, runs in enumerate(self.shares):
+            runs = self.queries if share == self.mine else runs
             wanted = [run for run in runs if run.document in mine]
             for document, ranges in needed_keys(wanted, self.bounds, self.mask).items():
                 for first, last in ranges:
@@ -208,6 +219,16 @@ class Share:
     def key_levels(self) -> list[tuple[Tensor, Tensor]]:
         """How gradients of the key list are added to those of the rows that were received."""
         return levels(self.needed_index)
+
+    @functools.cached_property
+    def touched_rows(self) -> Tensor:
+        """My rows that gradients come back for, ascending."""
+        return self.owner_levels[0][1] if self.owner_levels else torch.empty(0, dtype=torch.int64)
+
+    @functools.cached_property
+    def touched_levels(self) -> list[tuple[Tensor, Tensor]]:
+        """As ``owner_levels``, targets counted in ``touched_rows``."""
+        return [(a, torch.searchsorted(self.touched_rows, b)) for a, b in self.owner_levels]
 
     @functools.cached_property
     def owner_levels(self) -> list[tuple[Tensor, Tensor]]:
