@@ -36,18 +36,21 @@ def rotation_balance(head_dim: int) -> int:
 
 
 def _make_rotation(like: Tensor, head_dim: int, factor: float) -> Tensor:
-    """[head_dim / group, group, group]: H D of each group times a power of two. Of scalars and
+    """[head_dim, head_dim]: H D of each group on the diagonal, times a power of two. One matrix: a
+    product by groups would be one of three rows of 32 for each row of head dim 96. Of scalars and
     operations on the device alone, so that nothing is copied to it."""
     group = hadamard_group(head_dim)
-    row = torch.arange(group, device=like.device)
-    bits = row[:, None] & row
+    channel = torch.arange(head_dim, device=like.device)
+    bits = channel[:, None] & channel & (group - 1)
     for shift in (4, 2, 1):
         bits = bits ^ bits >> shift  # at last bit 0 is the parity of eight bits
     bit = torch.arange(32, device=like.device)
     words = range((head_dim + 31) // 32)
     signs = torch.cat([_SIGN_WORDS[word % len(_SIGN_WORDS)] >> bit for word in words]) & 1
-    odd = (bits & 1) ^ signs[:head_dim].view(-1, 1, group)
-    return torch.where(odd == 1, -factor, factor).to(like.dtype)
+    odd = (bits & 1) ^ signs[:head_dim]
+    together = channel[:, None] // group == channel // group
+    matrix = torch.where(odd == 1, -factor, factor)
+    return torch.where(together, matrix, 0.0).to(like.dtype)
 
 
 _rotations: dict[tuple, Tensor] = {}
@@ -67,11 +70,7 @@ def _rotation(like: Tensor, head_dim: int, factor: float) -> Tensor:
 
 def rotate_back(x: Tensor, head_dim: int, factor: float) -> Tensor:
     """[..., head_dim] rotated back, without the division by the group, times a power of two."""
-    matrices = _rotation(x, head_dim, factor)
-    if matrices.shape[0] == 1:
-        return x @ matrices[0]
-    parts = x.unflatten(-1, (matrices.shape[0], 1, -1))
-    return (parts @ matrices).flatten(-3)
+    return x @ _rotation(x, head_dim, factor)
 
 
 # ---- rows

@@ -148,7 +148,8 @@ def test_gradient_of_lse(target):
 # ---- errors against float64
 
 # dQ, dK and dV at most, 1.05 of what the emulation of tools/fp8_gradient_error.py has in 8 heads of
-# this length. Unpaired forms are off by 20 % and more where means are.
+# this length, and on GPUs 1.1, whose FP8 products are summed with fewer bits. Unpaired forms are off
+# by 20 % and more where means are.
 BARS = {
     "normal": (0.071, 0.071, 0.052),
     "outlier": (0.080, 0.084, 0.059),
@@ -168,7 +169,8 @@ def test_errors_by_law(target, law):
     o = pantile.attention(*given, causal=True, options=full(target))
     found = torch.autograd.grad(o, given, tensors[3])
     for name, x, bar in zip(NAMES, found, BARS[law], strict=True):
-        assert relative(errors.heads_first(x), getattr(reference, name)) < bar, name
+        error = relative(errors.heads_first(x), getattr(reference, name))
+        assert error < bar * (1.05 if target.device == "cuda" else 1.0), f"{name}: {error}"
 
 
 @pytest.mark.parametrize("exponent", [-40, 20])
