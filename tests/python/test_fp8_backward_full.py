@@ -148,8 +148,8 @@ def test_gradient_of_lse(target):
 # ---- errors against float64
 
 # dQ, dK and dV at most, 1.05 of what the emulation of tools/fp8_gradient_error.py has in 8 heads of
-# this length, and on GPUs 1.1, whose FP8 products are summed with fewer bits. Unpaired forms are off
-# by 20 % and more where means are.
+# this length, and on GPUs 1.1, whose FP8 products are summed with fewer bits. Unpaired forms are
+# off by 20 % and more where means are.
 BARS = {
     "normal": (0.071, 0.071, 0.052),
     "outlier": (0.080, 0.084, 0.059),
