@@ -111,8 +111,9 @@ def plan_of(bounds: list[int], **named) -> pd.Plan:
     return pd.plan(**given, causal=True, **named)
 
 
-def check(bounds: list[int], name: str, named: dict) -> dict:
-    """Bits of O and LSE, and errors of gradients, beside those of one GPU."""
+def check(bounds: list[int], name: str, named: dict, truth_tokens: int) -> dict:
+    """Bits of O and LSE, and errors of gradients, beside those of one GPU; up to so many tokens
+    also beside float32."""
     *operands, grad_o = whole_tensors(bounds[-1])
     deterministic = bool(named.get("deterministic"))
     forward, leaves = on_one_gpu([x.clone() for x in operands], bounds, deterministic)
@@ -133,7 +134,7 @@ def check(bounds: list[int], name: str, named: dict) -> dict:
     for field, mine, whole in zip(("o", "lse", "dq", "dk", "dv"), ours, single, strict=True):
         his = whole.index_select(1 if field == "lse" else 0, index)
         line[field] = [bool(torch.equal(mine, his)), relative(mine, his)]
-    if bounds[-1] <= 8192:  # against float32
+    if bounds[-1] <= truth_tokens:
         truth_forward, leaves = on_one_gpu([x.float() for x in operands], bounds)
         o, _ = truth_forward()
         o.backward(grad_o.float().view_as(o))
@@ -513,6 +514,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON lines")
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768], help="of a rank")
     parser.add_argument("--check", type=int, nargs="*", default=[4096, 16384, 65536])
+    parser.add_argument(
+        "--truth", type=int, default=8192, help="tokens up to which to check errors"
+    )
     parser.add_argument("--heads", type=_heads, default=(64, 8), help="queries/keys")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=9)
@@ -540,12 +544,12 @@ def started() -> None:
 
 def cells_of(arguments: argparse.Namespace, emit) -> list[Callable[[], None]]:
     """The shortest checks come first, then all speeds, then the other checks."""
-    checks, timings, size = [], [], dist.get_world_size()
+    checks, timings, size, truth = [], [], dist.get_world_size(), arguments.truth
     for tokens in arguments.check if "ours" in arguments.parts else ():
         for bounds in ([0, tokens], documents(tokens)):
             for name, named in METHODS.items():
                 if "group" not in name:
-                    checks.append(lambda b=bounds, n=name, m=named: emit(check(b, n, m)))
+                    checks.append(lambda b=bounds, n=name, m=named: emit(check(b, n, m, truth)))
     for tokens in sorted(arguments.tokens, reverse=True):
         for bounds in ([0, tokens * size], documents(tokens * size)):
             timings.append(lambda b=bounds: speed(b, arguments.parts, emit))

@@ -47,10 +47,15 @@ class Job:
     def start(self, k: Tensor, v: Tensor, i: int) -> Pending:
         """Keys and values of head group ``i`` of ``[batch, rows, heads, dim]``."""
         heads = slice(*self.head_groups[i])
-        rows = torch.cat((k[:, :, heads], v[:, :, heads]), -1).movedim(1, 0)
+        some = k[:, :, heads], v[:, :, heads]
         if self.gathers:
+            rows = torch.cat(some, -1).movedim(1, 0)
             return gather(rows, self.share.most_rows, self.share.count, self.group)
-        rows = rows.index_select(0, self.local.send_index())
+        index = self.local.send_index()
+        if self.near is None:  # each row goes somewhere, as a rule: one copy of both
+            rows = torch.cat(some, -1).movedim(1, 0).index_select(0, index)
+        else:
+            rows = torch.cat([x.index_select(1, index) for x in some], -1).movedim(1, 0)
         return exchange(rows, self.share.send_rows, self.share.receive_rows, self.group)
 
     def key_list(self, received: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from pantile import _ops
-from pantile._direct import _LOW_SHIFT
+from pantile import _C, _ops
+from pantile._direct import _LOW_SHIFT, no_low, run_backward, run_forward
+from pantile._fast_path import present, takes_short_cut
 from pantile._options import Options
-from pantile._schema import OPTIONS, Call
+from pantile._schema import OPTIONS, Call, bind, lengths_of
 from pantile.distributed._layout import Mask, Run, rows_of
 from pantile.distributed._share import Call as PackedCall
 from pantile.distributed._share import Share, ranges_to_rows
@@ -87,6 +88,7 @@ class Local:
             for first in range(0, batch, together)
             for call in share.calls
         ]
+        self._last: tuple[Settings, list[_C.Call]] | None = None
         self._steps: dict[str, Steps] = {}
         self._index: dict[str, Tensor] = {}
 
@@ -135,18 +137,29 @@ class Local:
             self._steps[name] = [(a.to(self.device), b.to(self.device)) for a, b in found]
         return self._steps[name]
 
+    def _bound(self, settings: Settings) -> list[_C.Call]:
+        """The calls as the bindings take them; those of the last settings are kept."""
+        if self._last is None or self._last[0] != settings:
+            calls = [bind(make_call(settings, *placed.call)) for placed in self.calls]
+            self._last = settings, calls
+        return self._last[1]
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, settings: Settings, keep_low: bool
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(o, lse, o_low of each call) of q ``[batch * rows, ..]`` and keys ``[batch * key_count,
         ..]``."""
         outputs, lows = [], []
-        for placed in self.calls:
+        for placed, call in zip(self.calls, self._bound(settings), strict=True):
             rows, keys = slice(*placed.rows), slice(*placed.keys)
-            o, lse, o_low, _ = _ops._dispatch(
-                *(q[rows], k[keys], v[keys], make_call(settings, *placed.call)),
-                *(settings.deterministic, False, keep_low, None),
-            )
+            operands = q[rows], k[keys], v[keys]
+            if takes_short_cut((*operands, *present(lengths_of(call)))):
+                o, lse, o_low, _ = run_forward(*operands, call, False, True, None, keep_low)
+                o_low = no_low(q, v) if o_low is None else o_low
+            else:
+                o, lse, o_low, _ = _ops._dispatch(
+                    *operands, call, settings.deterministic, False, keep_low, None
+                )
             outputs.append((o, lse))
             lows.append(o_low)
         if not outputs:  # no rows
@@ -170,17 +183,17 @@ class Local:
             q, k, v, grad_o = (x.float() for x in (q, k, v, grad_o))
             lows = [o_low.new_empty(0) for o_low in lows]
         grads = []
-        for placed, o_low in zip(self.calls, lows, strict=True):
+        for placed, call, o_low in zip(self.calls, self._bound(settings), lows, strict=True):
             rows, keys = slice(*placed.rows), slice(*placed.keys)
-            grads.append(
-                _ops.backward_op(
-                    *(grad_o[rows], None if grad_lse is None else grad_lse[:, rows]),
-                    *(q[rows], k[keys], v[keys], o[rows]),
-                    *(o_low if o_low.shape[0] else None, lse[:, rows]),
-                    *make_call(settings, *placed.call),
-                    settings.deterministic,
-                )
+            operands = (
+                *(grad_o[rows], None if grad_lse is None else grad_lse[:, rows]),
+                *(q[rows], k[keys], v[keys], o[rows]),
+                *(o_low if o_low.shape[0] else None, lse[:, rows]),
             )
+            if takes_short_cut((*present(operands), *present(lengths_of(call)))):
+                grads.append(run_backward(*operands, call, settings.deterministic))
+            else:
+                grads.append(_ops.backward_op(*operands, *call, settings.deterministic))
         if not grads:
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         if len(grads) == 1:
@@ -211,6 +224,7 @@ class Near(Local):
         lengths = [run.stop - run.start for run in runs]
         self.device, self.batch, self.rows = device, batch, sum(lengths)
         self.key_count = self.rows
+        self._last = None
         places = list(pairwise(accumulate(lengths, initial=0)))
         others = [place for place, is_near in zip(places, alone, strict=True) if not is_near]
         entries = torch.arange(batch)[:, None] * self.rows
