@@ -25,8 +25,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import kernel_budget as budget
 import sass_hazards
@@ -290,8 +291,9 @@ def read_and_print(build: pathlib.Path) -> tuple[dict[str, budget.Figures], list
     found: dict[str, budget.Figures] = {}
     errors: list[str] = []
     files = dict.fromkeys(map(budget.file_of, budget.row_names(build)))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # cuobjdump is what takes time
-        for of_file, wrong in pool.map(lambda file: read_file(build, file), files):
+    # Processes, not threads: reading the text takes longer than cuobjdump.
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for of_file, wrong in pool.map(read_file, repeat(build), files):
             for key, of_kernel in of_file.items():
                 print_kernel(key, of_kernel)
             found |= of_file

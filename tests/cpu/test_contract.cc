@@ -4,6 +4,7 @@
 
 #include <limits>
 #include <set>
+#include <vector>
 
 #include "case.h"
 
@@ -73,12 +74,16 @@ TEST_P(Contract, NotAttendedMemoryChangesNoBit) {
 
 TEST_P(Contract, ThreadsAndRunsChangeNoBit) {
   constexpr unsigned kCases = 6;
+  std::vector<CpuIsa> isas = usable_isas();
+#if defined(__SANITIZE_THREAD__)
+  isas.erase(isas.begin(), isas.end() - 1);  // which thread writes what is the same for all
+#endif
   for (unsigned i = 0; i < kCases; ++i) {
     const unsigned seed = 2000 + GetParam() * kCases + i;
     Shape shape = random_shape(seed);
     shape.rows += 300;  // enough tiles and work for several threads
     shape.keys += 500;
-    for (const CpuIsa isa : usable_isas()) {
+    for (const CpuIsa isa : isas) {
       std::ostringstream trace;
       trace << "seed " << seed << ": " << shape << ", " << cpu_isa_name(isa);
       SCOPED_TRACE(trace.str());

@@ -20,6 +20,7 @@ CACHED_BYTES = 2**31  # of GPU memory that a test process may keep: others share
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores
+    os.environ["OMP_NUM_THREADS"] = "1"  # and so do processes that tests start
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

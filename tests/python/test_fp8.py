@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import fp8_format
@@ -388,20 +389,27 @@ def ideal(made: pantile.Quantized, rows: torch.Tensor) -> torch.Tensor:
 # ---- accuracy: the outlier law, offsets, long rows, sinks
 
 
+@functools.lru_cache(maxsize=3)
+def outliers(head_dim: int) -> tuple:
+    """(q, k, v), some rows, their O, and the error of exact arithmetic on the operands with and
+    without rotation: the same for all targets."""
+    tensors = [outlier_law(2, 4096, 4, head_dim, seed=10 * head_dim + i) for i in range(3)]
+    rows = torch.arange(0, 4096, 16)
+    truth, _ = exact(*tensors, rows=rows)
+    made = pantile.quantize(*tensors), pantile.quantize(*tensors, hadamard=False)
+    return tensors, rows, truth, *(rms(ideal(x, rows) - truth) for x in made)
+
+
 @pytest.mark.parametrize(("head_dim", "bar"), [(64, 1.5e-2), (128, 9.0e-3), (256, 7.4e-3)])
 def test_outlier_law(target, head_dim, bar):
     """4096 keys, B2 H4. The bar is that of the issue plus what draws differ by (8 %)."""
-    tensors = [outlier_law(2, 4096, 4, head_dim, seed=10 * head_dim + i) for i in range(3)]
+    tensors, rows, truth, floor, plain = outliers(head_dim)
     placed = on(target, tensors)
     require(target, placed)
-    rows = torch.arange(0, 4096, 16)
-    truth, _ = exact(*tensors, rows=rows)
     errors = {}
     for exp in fp8_exps(target):
         o = pantile.attention(*placed, options=fp8(target, exp))
         errors[exp] = rms(o[:, rows].cpu().double() - truth)
-    floor = rms(ideal(pantile.quantize(*tensors), rows) - truth)
-    plain = rms(ideal(pantile.quantize(*tensors, hadamard=False), rows) - truth)
     assert floor < 1.08 * bar
     assert plain > 1.5 * floor
     for exp, error in errors.items():
@@ -409,14 +417,28 @@ def test_outlier_law(target, head_dim, bar):
         assert error < OWN_ERROR[exp] * floor, f"{exp}: {error:.3e}, ideal {floor:.3e}"
 
 
-def rows_against_truth(target, q, k, v, **call) -> tuple[float, float]:
-    """(error, error of exact arithmetic on the operands), relative to the RMS of the truth."""
-    tensors = on(target, (q, k, v))
-    require(target, tensors)
+@functools.lru_cache(maxsize=4)
+def long_keys(law: str, keys: int) -> tuple:
+    """(q, k, v), the truth, and the error of exact arithmetic on the operands relative to the RMS
+    of the truth: the same for all ways to compute exponentials."""
+    q, k, v = (normal(1, n, 1, 128, seed=i) for i, n in enumerate((128, keys, keys)))
+    if law == "values with a mean":
+        v = v + 1.0
+    elif law == "sink":
+        q = (q + 4.0).bfloat16()
+        k = (0.3 * k.float()).bfloat16()
+        k[0, 777] = 10.0 * 128**0.5 / (4.0 * 128)
     truth, _ = exact(q, k, v)
-    o = pantile.attention(*tensors, options=fp8(target, **call))
-    floor = ideal(pantile.quantize(q, k, v), torch.arange(q.shape[1]))
-    return relative(o, truth), rms(floor - truth) / rms(truth)
+    floor = ideal(pantile.quantize(q, k, v), torch.arange(128)) if law == "sink" else truth
+    return (q, k, v), truth, rms(floor - truth) / rms(truth)
+
+
+def error_of_long_keys(target, law: str, keys: int, **call) -> float:
+    """Relative to the RMS of the truth."""
+    tensors, truth, _ = long_keys(law, keys)
+    tensors = on(target, tensors)
+    require(target, tensors)
+    return relative(pantile.attention(*tensors, options=fp8(target, **call)), truth)
 
 
 @pytest.mark.parametrize("keys", [4096, 16384, 131072])
@@ -424,9 +446,7 @@ def test_values_with_a_mean(target, keys):
     """One level of accumulation in an FP8 tensor core is up to 18 % off here."""
     if target.backend == "reference" and keys > 4096:
         pytest.skip("the reference does not accumulate in FP8")
-    q, k, v = (normal(1, n, 1, 128, seed=i) for i, n in enumerate((128, keys, keys)))
-    error, _ = rows_against_truth(target, q, k, v + 1.0)
-    assert error < 1e-2
+    assert error_of_long_keys(target, "values with a mean", keys) < 1e-2
 
 
 @pytest.mark.parametrize("exp", EXPS)
@@ -434,11 +454,8 @@ def test_error_does_not_grow_with_length(target, exp):
     """Zero-mean V at 4k and 128k keys, against the truth in units of its own size."""
     if target.backend == "reference":
         pytest.skip("the reference does not accumulate in FP8")
-    errors = {}
-    for keys in (4096, 131072):
-        q, k, v = (normal(1, n, 1, 128, seed=i) for i, n in enumerate((128, keys, keys)))
-        errors[keys], _ = rows_against_truth(target, q, k, v, exp=exp)
-    assert errors[131072] < 1.1 * errors[4096]
+    short, long = (error_of_long_keys(target, "normal", n, exp=exp) for n in (4096, 131072))
+    assert long < 1.1 * short
 
 
 @pytest.mark.parametrize("exp", EXPS)
@@ -446,13 +463,8 @@ def test_sink_among_many_keys(target, exp):
     """One key 10 nats above the rest of 128k: the weights of the others lie below e4m3's range."""
     if target.backend == "reference":
         pytest.skip("the reference does not round P")
-    keys, head_dim = 131072, 128
-    q, k, v = (normal(1, n, 1, head_dim, seed=i) for i, n in enumerate((128, keys, keys)))
-    q = (q + 4.0).bfloat16()
-    k = (0.3 * k.float()).bfloat16()
-    k[0, 777] = 10.0 * head_dim**0.5 / (4.0 * head_dim)
-    error, floor = rows_against_truth(target, q, k, v, exp=exp)
-    assert error < 1.1 * floor
+    error = error_of_long_keys(target, "sink", 131072, exp=exp)
+    assert error < 1.1 * long_keys("sink", 131072)[2]
 
 
 def test_smoothing_removes_channel_offsets(target):
