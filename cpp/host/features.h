@@ -98,6 +98,10 @@ inline constexpr FeatureSet decode_latent{
     Feature::packed,    Feature::paged,      Feature::cache_index,    Feature::leftpad,
     Feature::v_in_k,    Feature::sinks,      Feature::softcap,        Feature::lse,
     Feature::tree_mask, Feature::output_f32, Feature::split_invariant};
+inline constexpr FeatureSet decode_latent_8bit = decode_latent.with(Feature::cache_e4m3)
+                                                     .with(Feature::cache_int8)
+                                                     .with(Feature::scale_head)
+                                                     .with(Feature::scale_token);
 inline constexpr FeatureSet decode = decode_8bit.with(Feature::v_in_k);
 }  // namespace feature_sets
 

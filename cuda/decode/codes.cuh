@@ -15,6 +15,7 @@
 #include "prim/e4m3.cuh"
 #include "prim/int8.cuh"
 #include "prim/matrix.cuh"
+#include "prim/mma_sync.cuh"
 #include "prim/nonfinite.cuh"
 #include "prim/unpack.cuh"
 #include "prim/warp.cuh"
@@ -136,6 +137,36 @@ struct Codes {
     });
     return prim::any(found);
   }
+  // Adds those of a slice's values to the outputs whose queries see their key (`seen`: operand B of
+  // ones). They are counted by a product: a sum with one is what that makes it, whatever the
+  // weights.
+  static PANTILE_DEVICE void add_nonfinite(float (&output)[Config::kVTiles][Config::kQTiles][4],
+                                           const std::uint32_t (&seen)[Config::kQTiles][2],
+                                           std::uint32_t row) {
+#pragma unroll 1
+    for (int kind = 0; kind < kNonfiniteKinds; ++kind) {
+      const float value = nonfinite_value(kind);
+#pragma unroll
+      for (int m = 0; m < Config::kVTiles; ++m) {
+        std::uint32_t a[2][4];
+        load_values(a, row, m / 2);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          a[m % 2][r] = ones_where<kProduct>(a[m % 2][r], kind);
+        }
+#pragma unroll
+        for (int n = 0; n < Config::kQTiles; ++n) {
+          float count[4];
+          prim::mma_set<kProduct>(count, a[m % 2], seen[n][0], seen[n][1]);
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            output[m][n][c] += count[c] > 0.0f ? value : 0.0f;
+          }
+        }
+      }
+    }
+  }
+
   static PANTILE_DEVICE void zero_nonfinite(unsigned char* v) {
     each_chunk(v, [](uint4 x, const unsigned char* at) {
       *reinterpret_cast<uint4*>(const_cast<unsigned char*>(at)) = finite(x);

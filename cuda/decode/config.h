@@ -35,16 +35,16 @@ struct Shape {
   constexpr int element_bytes() const { return format == CacheFormat::plain ? 2 : 1; }
 };
 
-constexpr int slices(const Shape& shape, int columns) {
+constexpr int slices(const Shape& shape, int columns, SharedClass shared) {
   if (shape.head_dim_v > 256) {
-    return columns <= 16 ? 4 : 1;
+    return columns <= 16 && shared == SharedClass::large ? 4 : 1;
   }
   return shape.head_dim > 128 ? 2 : 4;
 }
 
 // Keys of a tile.
-constexpr int tile_keys(const Shape& shape, int columns) {
-  return slices(shape, columns) * kSliceKeys;
+constexpr int tile_keys(const Shape& shape, int columns, SharedClass shared) {
+  return slices(shape, columns, shared) * kSliceKeys;
 }
 
 // Queries of a warp: bounded by the registers of O, 4 bytes x head dim of V a query and warp.
@@ -80,13 +80,14 @@ constexpr int output_pitch(const Shape& shape) {
 
 // Everything of a block beside the ring: O, references and sums of a piece, units of Q, a few
 // words.
-constexpr int fixed_bytes(const Shape& shape, int columns) {
-  return columns * (output_pitch(shape) + 1) * 4 + 2 * slices(shape, columns) * columns * 4 + 64;
+constexpr int fixed_bytes(const Shape& shape, int columns, SharedClass shared) {
+  return columns * (output_pitch(shape) + 1) * 4 +
+         2 * slices(shape, columns, shared) * columns * 4 + 64;
 }
 
 constexpr int stages(const Shape& shape, int columns, SharedClass shared, int blocks) {
-  const int room = shared_limit(shared, blocks) - fixed_bytes(shape, columns);
-  const int stage = slices(shape, columns) * slice_bytes(shape);
+  const int room = shared_limit(shared, blocks) - fixed_bytes(shape, columns, shared);
+  const int stage = slices(shape, columns, shared) * slice_bytes(shape);
   return core::clamp(room / stage, 0, kMostStages);
 }
 
@@ -94,14 +95,14 @@ constexpr int least_stages(SharedClass shared) {
   return shared == SharedClass::large ? 3 : 2;
 }
 
-constexpr int threads(const Shape& shape, int columns) {
-  return 32 * slices(shape, columns) * (columns / warp_columns(shape, columns));
+constexpr int threads(const Shape& shape, int columns, SharedClass shared) {
+  return 32 * slices(shape, columns, shared) * (columns / warp_columns(shape, columns));
 }
 
 // Blocks that a multiprocessor holds: a warp may have 255 registers.
 constexpr int resident_blocks(const Shape& shape, int columns, SharedClass shared) {
-  const bool two =
-      threads(shape, columns) <= 128 && stages(shape, columns, shared, 2) >= least_stages(shared);
+  const bool two = threads(shape, columns, shared) <= 128 &&
+                   stages(shape, columns, shared, 2) >= least_stages(shared);
   return two ? 2 : 1;
 }
 

@@ -178,34 +178,39 @@ PANTILE_DEVICE void store_part(const DecodeParams& p, const Storage<Config>& sto
 template <class Config>
 class RowMerge {
  public:
-  PANTILE_DEVICE RowMerge(const DecodeParams& params, const PartSlots& slots, int column)
-      : p_(params), slots_(slots), column_(column), lane_(prim::lane_index()) {}
+  // `weights`: 32 floats of shared memory.
+  PANTILE_DEVICE RowMerge(const DecodeParams& params, const PartSlots& slots, int column,
+                          float* weights)
+      : p_(params), slots_(slots), column_(column), lane_(prim::lane_index()), weights_(weights) {}
 
   // The first parts are under way while their states are joined: both come from L2.
   PANTILE_DEVICE void run(const Rows<Config>& rows) {
     const core::SoftmaxState first = state(lane_);
-    float4 ahead[kAhead];
-    load(ahead, 0, lane_);
-    const core::SoftmaxState all = join(first);
+    core::SoftmaxState all{kNoReference, 0.0f};
 #pragma unroll 1
-    for (int quad = lane_; quad - lane_ < kQuads; quad += 32) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int quad = turn * 32 + lane_;
       float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
       for (int part = 0; part < slots_.count; part += kAhead) {
-        if (part > 0 || quad >= 32) {
-          load(ahead, part, quad);
+        float4 ahead[kAhead];
+        load(ahead, part, quad);
+        if (part == 0 && turn == 0) {
+          all = join(first);
         }
-        const float weight =
-            prim::exp2_approx((part < 32 ? first : state(part / 32 * 32 + lane_)).max - all.max);
+        if (part % 32 == 0) {
+          __syncwarp();
+          weights_[lane_] =
+              prim::exp2_approx((part == 0 ? first : state(part + lane_)).max - all.max);
+          __syncwarp();
+        }
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-          const float w = __shfl_sync(prim::kAllLanes, weight, (part + i) % 32);
-          if (part + i < slots_.count) {
-            sum.x = fmaf(ahead[i].x, w, sum.x);
-            sum.y = fmaf(ahead[i].y, w, sum.y);
-            sum.z = fmaf(ahead[i].z, w, sum.z);
-            sum.w = fmaf(ahead[i].w, w, sum.w);
-          }
+          const float w = weights_[part % 32 + i];
+          sum.x = fmaf(ahead[i].x, w, sum.x);
+          sum.y = fmaf(ahead[i].y, w, sum.y);
+          sum.z = fmaf(ahead[i].z, w, sum.z);
+          sum.w = fmaf(ahead[i].w, w, sum.w);
         }
       }
       if (quad < kQuads) {
@@ -219,6 +224,7 @@ class RowMerge {
   static constexpr int kAhead =
       core::max_of(4, (Config::kHeadDim > 128 ? 128 : 256) / Config::kColumns);
   static constexpr int kQuads = Config::kHeadDimV / 4;
+  static constexpr int kTurns = core::ceil_div(kQuads, 32);
 
   PANTILE_DEVICE core::SoftmaxState state(int part) const {
     if (part >= slots_.count) {
@@ -230,12 +236,17 @@ class RowMerge {
   }
 
   PANTILE_DEVICE void load(float4 (&x)[kAhead], int part, int quad) const {
+    // Only part 0 may lie elsewhere; the others follow each other.
+    constexpr int kPart = static_cast<int>(part_floats(Config::kColumns, Config::kHeadDimV));
+    const int offset = column_ * Config::kHeadDimV + quad * 4;
+    const float* const from = part_of<Config>(p_, slots_.base + part) + offset;
+    const float* const first = part == 0 ? part_of<Config>(p_, slots_.first) + offset : from;
+    const int left = quad < kQuads ? slots_.count - part : 0;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (part + i < slots_.count && quad < kQuads) {
-        const float* const from = part_of<Config>(p_, slots_.at(part + i));
-        x[i] =
-            __ldcg(reinterpret_cast<const float4*>(from + column_ * Config::kHeadDimV + quad * 4));
+      x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (i < left) {
+        x[i] = __ldcg(reinterpret_cast<const float4*>(i == 0 ? first : from + i * kPart));
       }
     }
   }
@@ -266,6 +277,7 @@ class RowMerge {
   const DecodeParams& p_;
   const PartSlots& slots_;
   const int column_, lane_;
+  float* const weights_;
 };
 
 // The block has left `stored` parts of the pair in the workspace. Says whether all of it are there.
@@ -290,6 +302,7 @@ template <class Config>
 PANTILE_DEVICE void store_piece(const DecodeParams& p, const Walk<Config>& walk,
                                 Storage<Config>& storage, int& stored) {
   constexpr int kQuads = Config::kHeadDimV / 4;
+  constexpr int kWarps = Config::kThreads / 32;
   const Rows<Config> rows(p, walk);
   if (walk.whole_pair()) {
     for (int i = static_cast<int>(threadIdx.x); i < rows.count * kQuads; i += Config::kThreads) {
@@ -308,9 +321,8 @@ PANTILE_DEVICE void store_piece(const DecodeParams& p, const Walk<Config>& walk,
   }
   if (arrive_parts(p, walk, storage, stored, slots.count)) {
 #pragma unroll 1
-    for (int column = static_cast<int>(threadIdx.x) / 32; column < rows.count;
-         column += Config::kThreads / 32) {
-      RowMerge<Config>(p, slots, column).run(rows);
+    for (int column = static_cast<int>(threadIdx.x) / 32; column < rows.count; column += kWarps) {
+      RowMerge<Config>(p, slots, column, storage.output[column % kWarps]).run(rows);
     }
   }
   stored = 0;

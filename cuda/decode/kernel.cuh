@@ -35,32 +35,48 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   clear_tails(p, storage);
   Walk<Config> walk;
   walk.start(p, storage.range);
-  prefetch_q(p, walk);
-  Loader<Config> loader(p, walk, storage, slice, member);
-#pragma unroll 1
-  for (int stage = 0; stage < Config::kStages - 1; ++stage) {
-    loader.load_next(stage);
-  }
   Math<Config, kDType> math(p, slice, member);
-  int stage = 0;
+  math.ask_for_q(walk, storage);
+  Loader<Config> loader(p, walk, storage, slice, member);
+  // One loop for the first copies too: code that runs once comes from memory.
+  int stage = 0;                      // the next copies go there; behind it is the oldest tile
+  int missing = Config::kStages - 1;  // copies to ask for before the first product
   int stored = 0;
-  bool same_pair = false;
+  bool new_q = true;
+  math.clear();
 #pragma unroll 1
-  while (walk.more) {
-    math.start_piece(walk, storage, same_pair);
-#pragma unroll 1
-    while (!walk.piece_ends()) {
+  while (true) {
+    if (missing == 0) {
       prim::wait_copies<Config::kStages - 2>();
       sync_team<Config>(slice);
-      loader.load_next(stage == 0 ? Config::kStages - 1 : stage - 1);
-      math.step(storage.ring[stage][slice], walk.s, walk.tile);
-      stage = stage == Config::kStages - 1 ? 0 : stage + 1;
-      ++walk.tile;
+    }
+    loader.load_next(stage);
+    stage = stage == Config::kStages - 1 ? 0 : stage + 1;
+    if (missing > 0) {
+      --missing;
+      continue;
+    }
+    if (walk.piece_begins()) {
+      math.start_piece(walk, storage, new_q);
+    }
+    math.step(storage.ring[stage][slice], walk.s, walk.tile);
+    ++walk.tile;
+    if (!walk.piece_ends()) {
+      continue;
     }
     sum_slices(math, storage, slice, member * Config::kWarpColumns);
-    same_pair = walk.pair_goes_on();
+    new_q = !walk.pair_goes_on();
     store_piece(p, walk, storage, stored);
     walk.next_piece(p);
+    if (!walk.more) {
+      break;
+    }
+    math.clear();
+    __syncthreads();  // output, references and sums are free
+    if (Config::kQShared || new_q) {
+      math.ask_for_q(walk, storage);
+      prim::wait_copies<0>();
+    }
   }
 }
 

@@ -33,7 +33,7 @@ inline void set_tensors(DecodeParams& params, const KvProblem& p, const KvTensor
   params.k = cache_side(t.k, p.k, bytes);
   params.v = cache_side(t.v, p.v, bytes);
   params.k_scales = scale_side(p, t.scale_k, p.scale_k);
-  params.v_scales = scale_side(p, t.scale_v, p.scale_v);
+  params.v_scales = p.v_in_k ? params.k_scales : scale_side(p, t.scale_v, p.scale_v);
   params.token_scales = p.scale_kind == CacheScale::token;
   params.q_rows = RowSide{p.packed_q ? 0 : p.q.batch, p.q.seq, p.q.head};
   params.o_rows = RowSide{p.packed_q ? 0 : p.o.batch, p.o.seq, p.o.head};
@@ -84,8 +84,9 @@ inline DecodeParams decode_params(const DecodePlan& plan, const KvTensors& tenso
 
 template <class Config, DType kDType>
 Status launch_config(const DecodePlan& plan, const DecodeParams& params, cudaStream_t stream) {
-  static_assert(sizeof(Storage<Config>) <= Config::kStages * Config::kSlices * Config::kSliceBytes +
-                                               fixed_bytes(Config::kShape, Config::kColumns));
+  static_assert(sizeof(Storage<Config>) <=
+                Config::kStages * Config::kSlices * Config::kSliceBytes +
+                    fixed_bytes(Config::kShape, Config::kColumns, Config::kShared));
   static cuda::PreparedDevices prepared{0};
   cuda::Launch how;
   how.grid = dim3(static_cast<unsigned>(plan.blocks));

@@ -8,9 +8,10 @@
 
 namespace pantile::decode {
 
-// Block i of `blocks` owns the cells line_begin(i) <= c < line_begin(i + 1) of `line`.
+// Block i of `blocks` owns the cells line_begin(i) <= c < line_begin(i + 1) of `line`:
+// floor(block * line / blocks), without a 64-bit division.
 PANTILE_HD constexpr int line_begin(int block, int line, int blocks) {
-  return static_cast<int>(std::int64_t{block} * line / blocks);
+  return block * (line / blocks) + block * (line % blocks) / blocks;
 }
 
 // Blocks that take part, of a grid with `resident` blocks on each multiprocessor: all, unless that
@@ -23,8 +24,14 @@ PANTILE_HD constexpr int active_blocks(int grid, int resident, int line, bool ti
 }
 
 // The block that owns a cell: the least i with line_begin(i + 1) > cell.
+// The quotient is below 2^10, so that its error in fp32 is far below 1.
 PANTILE_HD constexpr int line_owner(int cell, int line, int blocks) {
-  return static_cast<int>(((cell + std::int64_t{1}) * blocks - 1) / line);
+  const int guess = static_cast<int>(static_cast<float>(cell) * static_cast<float>(blocks) /
+                                     static_cast<float>(line));
+  if (line_begin(guess, line, blocks) > cell) {
+    return guess - 1;
+  }
+  return line_begin(guess + 1, line, blocks) > cell ? guess : guess + 1;
 }
 
 }  // namespace pantile::decode

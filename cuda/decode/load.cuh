@@ -2,6 +2,9 @@
 // barrier of the block: a warp waits for its own copies and, if the team has more than one warp,
 // for them.
 //
+// The cache is read once, so that its lines leave L2 first: the instructions, the parts and what
+// other kernels need again stay there.
+//
 // Keys outside [first, Sk) are not read; their rows become zeros, V's so that a weight of 0 stays
 // 0. The page of the next step is looked up one step ahead.
 #pragma once
@@ -28,7 +31,8 @@ class Loader {
         walk_(start),
         slice_(slice),
         thread_(member * 32 + prim::lane_index()),
-        ring_(prim::shared_address(&storage.ring[0][slice][0])) {
+        ring_(prim::shared_address(&storage.ring[0][slice][0])),
+        policy_(prim::read_once_policy()) {
     find_place();
   }
 
@@ -115,7 +119,7 @@ class Loader {
         const int row = index / kChunks;
         const int byte = index % kChunks * kChunkBytes;
         prim::copy_async_16_if(wanted(index, byte), to + row * kPitch + byte,
-                               (kEven ? from : from + row * side.slot) + byte);
+                               (kEven ? from : from + row * side.slot) + byte, policy_);
         from += kEven ? step : 0;
       }
       return;
@@ -131,7 +135,7 @@ class Loader {
           __shfl_sync(prim::kAllLanes, reinterpret_cast<unsigned long long>(own), row % kSliceKeys);
       prim::copy_async_16_or_zero_if(wanted(index, byte), to + row * kPitch + byte,
                                      reinterpret_cast<const char*>(from) + byte,
-                                     row >= low && row < high);
+                                     row >= low && row < high, policy_);
     }
   }
 
@@ -150,6 +154,7 @@ class Loader {
   Walk<Config> walk_;
   const int slice_, thread_;
   const std::uint32_t ring_;
+  const std::uint64_t policy_;
   Place place_;
 };
 

@@ -41,13 +41,16 @@ class Math {
   PANTILE_DEVICE Math(const DecodeParams& params, int slice, int member)
       : p_(params), slice_(slice), first_column_(member * Config::kWarpColumns) {}
 
-  // Q of a pair, and the keys that all its queries see. Q is in the memory of storage.output, which
-  // is free until the end of the piece. Begins with a barrier and holds another.
-  PANTILE_DEVICE void start_piece(const Walk<Config>& walk, Storage<Config>& storage,
-                                  bool same_pair) {
-    __syncthreads();
-    if (Config::kQShared || !same_pair) {
-      fetch_q(walk, storage);
+  // Copies Q of a pair to the memory of storage.output, which is free until the end of a piece.
+  PANTILE_DEVICE void ask_for_q(const Walk<Config>& walk, Storage<Config>& storage) const {
+    copy_q<Config>(p_, walk, prim::shared_address(&storage.output[0][0]));
+  }
+
+  // Takes Q, whose copies this thread has waited for, and sets the limits of the keys that all its
+  // queries see. `new_q`: false if Q is that of the piece before.
+  PANTILE_DEVICE void start_piece(const Walk<Config>& walk, Storage<Config>& storage, bool new_q) {
+    if (Config::kQShared || new_q) {
+      take_q(storage);
     }
     start_scales(walk, storage);
     const Sequence& s = walk.s;
@@ -60,6 +63,10 @@ class Math {
     full_first_ = core::max_of(s.first, s.keys - 1 - p_.window_left);
     full_last_ = core::min_of(s.keys, shift_ + (tree_ != nullptr ? 0 : p_.window_right + 1));
     first_row_ = (walk.pair % p_.row_tiles) * Config::kColumns + first_column_;
+  }
+
+  // Before each piece; apart from start_piece(), so that O takes no registers between pieces.
+  PANTILE_DEVICE void clear() {
 #pragma unroll
     for (int n = 0; n < kQTiles; ++n) {
 #pragma unroll
@@ -141,14 +148,13 @@ class Math {
   float value_unit_[kCodes ? kQTiles : 1][2];  // of output_, 8-bit caches
 
  private:
-  PANTILE_DEVICE void fetch_q(const Walk<Config>& walk, Storage<Config>& storage) {
+  PANTILE_DEVICE void take_q(Storage<Config>& storage) {
     unsigned char* const q = reinterpret_cast<unsigned char*>(&storage.output[0][0]);
-    if constexpr (kCodes) {
-      convert_q<Config>(p_, walk, q, storage.q_unit);
-    } else {
-      copy_q<Config>(p_, walk, q);
-    }
     __syncthreads();
+    if constexpr (kCodes) {
+      convert_q<Config>(p_, q, storage.q_unit);
+      __syncthreads();
+    }
     q_row_ = Cache::q_row(prim::shared_address(q) + first_column_ * Config::kQPitch);
     if constexpr (!Config::kQShared) {
 #pragma unroll
@@ -186,7 +192,9 @@ class Math {
   }
 
   PANTILE_DEVICE void multiply_keys(Scores& s, std::uint32_t k) const {
+    static_assert(!kCodes || Config::kKSteps % 2 == 0);
     const std::uint32_t row = Cache::key_row(k);
+    Scores odd;  // 8-bit caches: odd steps by themselves, because a chain of products is latency
 #pragma unroll
     for (int pair = 0; pair < kQPairs; ++pair) {
       std::uint32_t a[2][4];
@@ -207,8 +215,19 @@ class Math {
         } else {
           prim::mma_add<kProduct>(s[n], a[0], b[0], b[1]);
         }
-        if (2 * pair + 1 < Config::kKSteps) {
-          prim::mma_add<kProduct>(s[n], a[1], b[2], b[3]);
+        if (kCodes && pair == 0) {
+          prim::mma_set<kProduct>(odd[n], a[1], b[2], b[3]);
+        } else if (2 * pair + 1 < Config::kKSteps) {
+          prim::mma_add<kProduct>(kCodes ? odd[n] : s[n], a[1], b[2], b[3]);
+        }
+      }
+    }
+    if constexpr (kCodes) {
+#pragma unroll
+      for (int n = 0; n < kQTiles; ++n) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          s[n][c] += odd[n][c];
         }
       }
     }
@@ -404,36 +423,10 @@ class Math {
             prim::pack<kProduct>((bits & 1) != 0 ? 0.0f : 1.0f, (bits & 2) != 0 ? 0.0f : 1.0f));
       }
     }
-    add_nonfinite(seen, Cache::value_row(prim::shared_address(v)));
+    Cache::add_nonfinite(output_, seen, Cache::value_row(prim::shared_address(v)));
     sync_team<Config>(slice_);
     Cache::zero_nonfinite(v);
     sync_team<Config>(slice_);
-  }
-
-  // Counts them for each output: a sum with one is what that makes it, whatever the weights.
-  PANTILE_DEVICE void add_nonfinite(const std::uint32_t (&seen)[kQTiles][2], std::uint32_t row) {
-#pragma unroll 1
-    for (int kind = 0; kind < kNonfiniteKinds; ++kind) {
-      const float value = nonfinite_value(kind);
-#pragma unroll
-      for (int m = 0; m < kVTiles; ++m) {
-        std::uint32_t a[2][4];
-        Cache::load_values(a, row, m / 2);
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          a[m % 2][r] = ones_where<kProduct>(a[m % 2][r], kind);
-        }
-#pragma unroll
-        for (int n = 0; n < kQTiles; ++n) {
-          float count[4];
-          prim::mma_set<kProduct>(count, a[m % 2], seen[n][0], seen[n][1]);
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            output_[m][n][c] += count[c] > 0.0f ? value : 0.0f;
-          }
-        }
-      }
-    }
   }
 
   const DecodeParams& p_;

@@ -69,9 +69,9 @@ Status dim_rule(const char* name, std::int64_t dim, int elements) {
 }
 
 // Places on the line of tiles, counters and page numbers have 31 bits.
-Status count_rule(const KvProblem& p, const Shape& shape, int columns) {
+Status count_rule(const KvProblem& p, const Shape& shape, int columns, SharedClass shared) {
   const std::int64_t tiles =
-      core::ceil_div<std::int64_t>(capacity(p), tile_keys(shape, columns)) + 1;
+      core::ceil_div<std::int64_t>(capacity(p), tile_keys(shape, columns, shared)) + 1;
   if (capacity(p) >= core::kNoBound || p.seqlen_q >= core::kNoBound / 64 ||
       pair_count(p, columns) > (std::int64_t{1} << 30) / tiles) {
     return Status::error(kUnsupported,
@@ -116,7 +116,7 @@ Status accept(const KernelInfo& row, const KvProblem& p, SharedClass shared) {
       rows_rule("o", p.o, 4),
       cache_rule("k", p.k, elements),
       p.v_in_k ? Status() : cache_rule("v", p.v, elements),
-      count_rule(p, shape_of(row, p), columns_of(row, p, shared)),
+      count_rule(p, shape_of(row, p), columns_of(row, p, shared), shared),
   };
   for (const Status& rule : rules) {
     if (!rule.ok()) {
@@ -137,11 +137,11 @@ void configure(DecodePlan* plan, SharedClass shared) {
   const Shape shape = shape_of(*plan->kernel, p);
   const int columns = columns_of(*plan->kernel, p, shared);
   plan->tile_q = columns;
-  plan->tile_k = tile_keys(shape, columns);
+  plan->tile_k = tile_keys(shape, columns, shared);
   const int resident = resident_blocks(shape, columns, shared);
-  const int bytes =
-      stages(shape, columns, shared, resident) * slices(shape, columns) * slice_bytes(shape) +
-      fixed_bytes(shape, columns);
+  const int bytes = stages(shape, columns, shared, resident) * slices(shape, columns, shared) *
+                        slice_bytes(shape) +
+                    fixed_bytes(shape, columns, shared);
   // Shared memory of a multiprocessor: 1 KB of it is reserved for each block.
   const int fitting = (plan->device.smem_optin_bytes + 1024) / (bytes + 1024);
   const std::int64_t pairs = pair_count(p, columns);

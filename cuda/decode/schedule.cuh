@@ -59,6 +59,7 @@ PANTILE_DEVICE void find_range(const DecodeParams& p, Range& range) {
   const int low = core::min_of(thread * share, p.batch);
   const int high = core::min_of(low + share, p.batch);
   int own = 0;
+#pragma unroll 1
   for (int b = low; b < high; ++b) {
     own += pairs * cells_of_pair(p, read_sequence<Config::kTileKeys>(p, b));
   }
@@ -84,6 +85,7 @@ PANTILE_DEVICE void find_range(const DecodeParams& p, Range& range) {
   }
   if (block < blocks && begin >= before && begin < before + own) {
     int at = before;
+#pragma unroll 1
     for (int b = low;; ++b) {
       const int cells = pairs * cells_of_pair(p, read_sequence<Config::kTileKeys>(p, b));
       if (begin < at + cells) {
@@ -142,6 +144,7 @@ struct Walk {
     }
   }
 
+  PANTILE_DEVICE bool piece_begins() const { return tile == piece; }
   PANTILE_DEVICE bool piece_ends() const { return tile == stop; }
   PANTILE_DEVICE bool whole_pair() const { return piece == s.tile && stop == s.tiles; }
 
@@ -168,16 +171,16 @@ struct Walk {
 
 // The slots of the workspace that hold the parts of a pair, ascending, and this piece's own.
 struct PartSlots {
-  int count;          // parts of the pair
-  int own;            // slot of this piece
-  int first, second;  // slots of parts 0 and 1
-  int step;           // from part 1 on
+  int count;  // parts of the pair
+  int own;    // slot of this piece
+  int first;  // slot of part 0
+  int base;   // that of part i > 0, less i
 
-  PANTILE_DEVICE int at(int part) const { return part == 0 ? first : second + (part - 1) * step; }
+  PANTILE_DEVICE int at(int part) const { return part == 0 ? first : base + part; }
 };
 
-// Cuts::anywhere: two slots a block, for the piece that begins a pair (odd) and for one that
-// continues it (even). Parts: a slot for each place on the line.
+// Cuts::anywhere: slot i for block i's piece that continues a pair, slot grid + i for its piece
+// that begins one. Parts: a slot for each place on the line.
 template <class Config>
 PANTILE_DEVICE PartSlots part_slots(const DecodeParams& p, const Walk<Config>& walk, int line,
                                     int blocks) {
@@ -187,17 +190,16 @@ PANTILE_DEVICE PartSlots part_slots(const DecodeParams& p, const Walk<Config>& w
     slots.own = walk.pair_begin + part_of_tile(p, walk.s, walk.piece) -
                 part_of_tile(p, walk.s, walk.s.tile);
     slots.first = walk.pair_begin;
-    slots.second = walk.pair_begin + 1;
-    slots.step = 1;
+    slots.base = walk.pair_begin;
     return slots;
   }
   const int first = line_owner(walk.pair_begin, line, blocks);
   slots.count =
       line_owner(walk.pair_begin + walk.s.tiles - walk.s.tile - 1, line, blocks) - first + 1;
-  slots.own = 2 * static_cast<int>(blockIdx.x) + (walk.piece == walk.s.tile ? 1 : 0);
-  slots.first = 2 * first + 1;
-  slots.second = 2 * first + 2;
-  slots.step = 2;
+  const int grid = static_cast<int>(gridDim.x);
+  slots.own = static_cast<int>(blockIdx.x) + (walk.piece == walk.s.tile ? grid : 0);
+  slots.first = first + grid;
+  slots.base = first;
   return slots;
 }
 

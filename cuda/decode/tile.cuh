@@ -14,12 +14,13 @@ struct Config {
   static constexpr int kBytes = kShape.element_bytes();  // of an element of the cache
   static constexpr bool kVInK = kShape.v_in_k;
   static constexpr int kColumns = kColumns_;
+  static constexpr SharedClass kShared = kShared_;
 
-  static constexpr int kSlices = slices(kShape, kColumns);
-  static constexpr int kTileKeys = tile_keys(kShape, kColumns);
+  static constexpr int kSlices = slices(kShape, kColumns, kShared_);
+  static constexpr int kTileKeys = tile_keys(kShape, kColumns, kShared_);
   static constexpr int kWarpColumns = warp_columns(kShape, kColumns);
   static constexpr int kTeam = kColumns / kWarpColumns;
-  static constexpr int kThreads = threads(kShape, kColumns);
+  static constexpr int kThreads = threads(kShape, kColumns, kShared_);
   static constexpr int kBlocks = resident_blocks(kShape, kColumns, kShared_);
   static constexpr int kStages = stages(kShape, kColumns, kShared_, kBlocks);
 

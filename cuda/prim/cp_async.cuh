@@ -28,6 +28,30 @@ PANTILE_DEVICE void copy_async_16_or_zero_if(bool wanted, std::uint32_t to, cons
       "l"(from), "r"(static_cast<int>(wanted)), "r"(exists ? 16 : 0));
 }
 
+// What is read once: its lines leave L2 before others, which are needed again.
+PANTILE_DEVICE std::uint64_t read_once_policy() {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// The first two with a policy.
+PANTILE_DEVICE void copy_async_16_if(bool wanted, std::uint32_t to, const void* from,
+                                     std::uint64_t policy) {
+  asm volatile(
+      "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;"
+      " @wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3; }" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(wanted)), "l"(policy));
+}
+PANTILE_DEVICE void copy_async_16_or_zero_if(bool wanted, std::uint32_t to, const void* from,
+                                             bool exists, std::uint64_t policy) {
+  asm volatile(
+      "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;"
+      " @wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3, %4; }" ::"r"(
+          to),
+      "l"(from), "r"(static_cast<int>(wanted)), "r"(exists ? 16 : 0), "l"(policy));
+}
+
 // Four bytes, or zeros unless `exists`.
 PANTILE_DEVICE void copy_async_4_or_zero(std::uint32_t to, const void* from, bool exists) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),

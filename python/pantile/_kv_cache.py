@@ -177,9 +177,14 @@ class KVCache:
         scale_k = scale_v = None
         if coded:
             kind = scales or "token"
-            shape = rows if kind == "token" else (heads_k,) if kind == "head" else ()
+            # Scales of tokens: the slots of a head lie side by side, as a kernel reads them.
+            slots_last = (blocks, heads_k, slots)
+            shape = slots_last if kind == "token" else (heads_k,) if kind == "head" else ()
             scale_k = torch.ones(shape, dtype=torch.float32, device=device)
             scale_v = None if latent else torch.ones_like(scale_k)
+            if kind == "token" and layout == "NHD":
+                scale_k = scale_k.transpose(1, 2)
+                scale_v = None if latent else scale_v.transpose(1, 2)
         return cls(k, v, layout, scale_k, scale_v, block_table, head_dim_v, pages)
 
 

@@ -64,7 +64,8 @@ TEST(GpuDecode, TilesFitTheirMemoryAndHaveTwoStages) {
                           {64, 64, CacheFormat::int8, false},
                           {128, 128, CacheFormat::e4m3, false},
                           {256, 256, CacheFormat::int8, false},
-                          {576, 512, kPlain, true}};
+                          {576, 512, kPlain, true},
+                          {576, 512, CacheFormat::e4m3, true}};
   for (const Shape& shape : shapes) {
     for (const SharedClass shared : {SharedClass::large, SharedClass::small}) {
       for (int columns = 8; columns <= 64; columns *= 2) {
@@ -74,10 +75,10 @@ TEST(GpuDecode, TilesFitTheirMemoryAndHaveTwoStages) {
         const int blocks = decode::resident_blocks(shape, columns, shared);
         const int stages = decode::stages(shape, columns, shared, blocks);
         EXPECT_GE(stages, 2) << shape.head_dim << " " << columns;
-        EXPECT_LE(stages * decode::slices(shape, columns) * decode::slice_bytes(shape) +
-                      decode::fixed_bytes(shape, columns),
+        EXPECT_LE(stages * decode::slices(shape, columns, shared) * decode::slice_bytes(shape) +
+                      decode::fixed_bytes(shape, columns, shared),
                   decode::shared_limit(shared, blocks));
-        EXPECT_LE(decode::threads(shape, columns) * blocks, 256);
+        EXPECT_LE(decode::threads(shape, columns, shared) * blocks, 256);
         EXPECT_EQ(decode::row_pitch_bytes(shape.head_dim, shape.element_bytes()) / 16 % 2, 1);
       }
     }

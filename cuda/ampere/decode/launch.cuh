@@ -17,7 +17,8 @@ Status launch_decode(const DecodePlan& plan, const KvTensors& tensors, void* wor
   }
   const decode::DecodeParams params = decode::decode_params(plan, tensors, workspace);
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  constexpr decode::Shape kShape{kHeadDim, kHeadDimV, CacheFormat::plain, false};
+  constexpr bool kLatent = kHeadDimV > 256;
+  constexpr decode::Shape kShape{kHeadDim, kHeadDimV, CacheFormat::plain, kLatent};
   return decode::launch_shape<kShape, kDType, decode::SharedClass::small>(plan, params,
                                                                           cuda_stream);
 }

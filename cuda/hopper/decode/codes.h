@@ -11,9 +11,10 @@
 namespace pantile::hopper {
 
 template <int kHeadDim>
-inline constexpr bool kHasCodes = kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256;
+inline constexpr bool kHasCodes =
+    kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256 || kHeadDim == 576;
 
-// kHeadDim: that of the row, of K and V.
+// kHeadDim: that of the row, of K and V; 576: a latent cache, V is the first 512 channels.
 template <int kHeadDim>
 Status launch_decode_codes(const DecodePlan& plan, const decode::DecodeParams& params,
                            cudaStream_t stream);
