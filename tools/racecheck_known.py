@@ -4,7 +4,7 @@ racecheck takes an arrival at an mbarrier for the order of what the arriving thr
 lane 0 arrives for its warp, after __syncwarp() or a named barrier, behind which the reads of the
 other lanes are done (PTX ISA, "Memory Consistency Model": causality order goes on through both).
 So racecheck reports their reads against the next write of the thread that waits on the mbarrier.
-tools/racecheck_probe.cu shows it: the same reads are clean where each lane arrives, and lane
+tests/gpu/racecheck_probe.cu shows it: the same reads are clean where each lane arrives, and lane
 0's own words are clean where lane 0 arrives. Known is what has all of this in common:
 
     kernel   one of KERNELS

@@ -1,7 +1,7 @@
 // What racecheck sees of the order between reads of shared memory by four warps and the next bulk
 // copy into it, by a thread that waits on an mbarrier. Each kernel but the last one has that order.
 //
-//   nvcc -arch=sm_90a -O3 -o probe tools/racecheck_probe.cu
+//   nvcc -arch=sm_90a -O3 -o probe tests/gpu/racecheck_probe.cu
 //   compute-sanitizer --tool racecheck --print-limit 100000 --show-backtrace no ./probe
 //
 // With CUDA 13.0: no hazard where each lane arrives. Where lane 0 arrives for its
