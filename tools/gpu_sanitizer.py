@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 import gpu_sanitizer_cases
 import guarded_memory
 import pantile
+import racecheck_known
 import torch
 import verification
 from pantile import _direct
@@ -52,6 +53,16 @@ PARTS = {
     "variants": r"^(variant|outputs) ",
     "places": r"^(ranges|pages) ",
     "caches": r"^cache ",
+}
+FOUND = 99  # exit status of a tool that found something
+MORE_WORDS = {
+    "memcheck": ["--padding", "64"],  # bytes between allocations
+    # Every hazard with its threads, for racecheck_known.py.
+    "racecheck": [
+        *("--racecheck-report", "hazard"),
+        *("--print-limit", "1000000"),
+        *("--show-backtrace", "no"),
+    ],
 }
 FIRST_CASES, FIRST_CHARACTERS, LAST_CHARACTERS = 8, 3000, 3000  # of what a tool says
 RECORD = verification.ROOT / "docs" / verification.SANITIZER
@@ -219,13 +230,17 @@ def result_of(tool: str, what: str, text: str, status: int, ran: int, seconds: f
     """What a tool found. No case, or no summary, is no success."""
     summary = (re.findall(r"=+ (\w+ SUMMARY: .*)", text) or [""])[-1]
     ok = status == 0 and ran > 0 and bool(summary)
+    if tool == "racecheck" and status == FOUND and ran > 0:
+        report = racecheck_known.read(text)
+        ok = report.complete and report.known > 0 and not report.others
+        summary += f"; known: {report.known}, others: {report.others.total()}"
     found = {"tool": tool, "what": what, "cases": ran, "summary": summary, "ok": ok}
     return found | {"seconds": round(seconds)}
 
 
 def under(tool: str, what: str, words: list[str], count: Callable[[str], int]) -> dict:
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
-    command += ["--padding", "64"] if tool == "memcheck" else []  # bytes between allocations
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND)]
+    command += MORE_WORDS.get(tool, [])
     command += ["--target-processes", "all", sys.executable, *words]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     started = time.monotonic()
@@ -237,7 +252,7 @@ def under(tool: str, what: str, words: list[str], count: Callable[[str], int]) -
     summary = found["summary"] or "no summary"
     print(f"{tool}, {what}: {found['cases']} cases, {summary}, {seconds:.0f} s", flush=True)
     if not found["ok"]:
-        print(excerpts(text), flush=True)
+        print(excerpts(racecheck_known.read(text).text), flush=True)
     return found
 
 

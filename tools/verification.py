@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime, timezone
 
+import racecheck_known
 import results_docs
 
 ROOT = results_docs.ROOT
@@ -205,7 +206,10 @@ def sanitizer_parts(result: dict | None) -> list[list[str]]:
         outcome = "passed" if one["ok"] else "FAILED"
         rows.append([*(one[n] for n in names), one["summary"] or "no summary", outcome])
     columns = ["tool", "what ran", "cases", "what it found", "outcome"]
-    return [title, _facts_table(result["facts"]), _table(columns, rows)]
+    parts = [title, _facts_table(result["facts"]), _table(columns, rows)]
+    if any("known: " in one["summary"] for one in result["results"]):
+        parts.append([*racecheck_known.TEXT])
+    return parts
 
 
 def page(summary: dict, sanitizer: dict | None) -> str:

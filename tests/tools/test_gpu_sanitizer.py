@@ -9,6 +9,7 @@ import gpu_sanitizer
 import gpu_sanitizer_cases
 import pantile
 import pytest
+import racecheck_known
 import torch
 from pantile import _direct
 
@@ -157,6 +158,63 @@ def test_the_wrong_cases_are_named_with_the_first_errors():
     assert len(said) < len(many)
     of_tests = WRONG.replace("case variant", "test") + "x" * 9000
     assert gpu_sanitizer.excerpts(of_tests).startswith("========= Invalid __global__ read")
+
+
+PAIRED = (
+    "void pantile::hopper::backward_paired<pantile::hopper::PairedConfig<(pantile::DType)2,"
+    " (int)64, (int)64>, (pantile::MaskKind)1, (pantile::hopper::SumKind)1>("
+    "pantile::hopper::BackwardMaps, pantile::hopper::BackwardParams)"
+)
+
+
+def hazards(*found: tuple, kind: str = "WAR", kernel: str = PAIRED) -> str:
+    """racecheck's text about (reading thread, writing thread)."""
+    text = "========= COMPUTE-SANITIZER\ncase a\n"
+    for read, write in found:
+        text += (
+            f"========= Error: Potential {kind} hazard detected at __shared__ 0x34e08 "
+            "in block (4,0,0) :\n"
+            f"=========     Read Thread ({read},0,0) at {kernel}+0x8240\n"
+            f"=========     Write Thread ({write},0,0) at {kernel}+0x18b10\n"
+            "=========     Current Value : 0, Incoming Value : ?\n========= \n"
+        )
+    count = len(found)
+    text += "ran a\n========= RACECHECK SUMMARY: "
+    return text + f"{count} hazards displayed ({count} errors, 0 warnings)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "ok"),
+    [
+        (hazards((131, 0), (135, 0)), True),
+        (hazards((131, 0), (128, 0)), False),  # lane 0 itself
+        (hazards((131, 32)), False),  # not the loader
+        (hazards((3, 0)), False),  # of the loader's own warp
+        (hazards((131, 0), kind="RAW"), False),
+        (hazards((131, 0), kernel=PAIRED.replace("SumKind)1", "SumKind)0")), False),
+        (hazards((131, 0), kernel="pantile_variant"), True),
+        (hazards((131, 0), kernel="pantile::decode::kernel<"), False),
+        (hazards((131, 0)).replace("(1 errors", "(2 errors"), False),  # one is not shown
+        (hazards(), False),  # an error, but no hazard
+    ],
+    ids=lambda x: "" if isinstance(x, str) else str(x),
+)
+def test_known_hazards_of_racecheck(text, ok):
+    """By kernel, kind and threads; every other one fails, and so do those that are not shown."""
+    found = gpu_sanitizer.result_of("racecheck", "x", text, gpu_sanitizer.FOUND, 1, 1.5)
+    assert found["ok"] is ok, found
+    assert gpu_sanitizer.result_of("racecheck", "x", text, 1, 1, 1.5)["ok"] is False
+    assert (
+        gpu_sanitizer.result_of("memcheck", "x", text, gpu_sanitizer.FOUND, 1, 1.5)["ok"] is False
+    )
+
+
+def test_known_hazards_are_no_complaints():
+    report = racecheck_known.read(hazards((131, 0), (128, 0), (135, 0)))
+    assert (report.known, report.others.total(), report.complete) == (2, 1, True)
+    (said,) = gpu_sanitizer.complaints(report.text).values()
+    assert "Thread (128,0,0)" in said
+    assert "Thread (131,0,0)" not in said
 
 
 def test_tests_are_counted_by_the_last_line_of_pytest():
