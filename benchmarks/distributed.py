@@ -442,6 +442,7 @@ PEERS = {
     "torch-alltoall": _torch_peer("alltoall"),
 }
 PARTS = ("ours", *PEERS)
+SERVE_DOCUMENTS = {"ours", "ring-flash-attn"}
 
 
 # ---- the bars
@@ -526,11 +527,18 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def with_kind(line: dict) -> dict:
+    """As tools/results_docs.py reads it: run, check, speed, host, bar or stopped."""
+    named = {"device": "run", "host_us": "host"}
+    field = next(f for f in ("device", "host_us", "check", "speed", "bar", "stopped") if f in line)
+    return {"kind": named.get(field, field)} | line
+
+
 def joined(files: Sequence[pathlib.Path]) -> list[dict]:
     """The lines of several runs, without their bars, and the bars of all."""
     texts = [line for file in files if file.exists() for line in file.read_text().splitlines()]
     lines = [line for line in map(json.loads, texts) if "bar" not in line]
-    return [*lines, *bars(lines)]
+    return [with_kind(line) for line in (*lines, *bars(lines))]
 
 
 def started() -> None:
@@ -552,6 +560,8 @@ def cells_of(arguments: argparse.Namespace, emit) -> list[Callable[[], None]]:
                     checks.append(lambda b=bounds, n=name, m=named: emit(check(b, n, m, truth)))
     for tokens in sorted(arguments.tokens, reverse=True):
         for bounds in ([0, tokens * size], documents(tokens * size)):
+            if len(bounds) > 2 and not SERVE_DOCUMENTS.intersection(arguments.parts):
+                continue
             timings.append(lambda b=bounds: speed(b, arguments.parts, emit))
     if "ours" in arguments.parts:
         timings.append(lambda: host_times(emit))
@@ -573,7 +583,7 @@ def main() -> None:
     with arguments.out.open("w") if dist.get_rank() == 0 else open(os.devnull, "w") as out:
 
         def emit(line: dict) -> None:
-            line |= {"ranks": size, "at_s": time.perf_counter() - start}
+            line = with_kind(line) | {"ranks": size, "at_s": time.perf_counter() - start}
             lines.append(line)
             out.write(json.dumps(line) + "\n")
             out.flush()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pantile.distributed import _layout, plan
 from pantile.distributed._documents import documents
-from pantile.distributed._layout import Mask, Work, piece_of
+from pantile.distributed._layout import Mask, Work, is_alone, piece_of
 from pantile.distributed._ring import steps_with
 from pantile.distributed._share import Share
 
@@ -99,11 +99,17 @@ def test_ring_steps_compute_every_visible_pair_once(bounds, mask, ranks, layout,
     assert torch.equal(counts, visible(bounds, mask).int())
 
 
-@given(packs(), masks(), st.integers(1, 5), LAYOUT)
+@given(packs(), masks(), st.integers(1, 5), LAYOUT, st.lists(st.booleans(), min_size=5, max_size=5))
 @settings(max_examples=25, deadline=None)
-def test_exchange_delivers_the_keys_of_every_piece(bounds, mask, ranks, layout):
+def test_exchange_delivers_the_keys_of_every_piece(bounds, mask, ranks, layout, split):
+    """Also where some ranks attend with runs that see their own keys alone by themselves."""
     shares = laid_out(bounds, mask, ranks, layout)
-    worlds = [Share(shares, r, bounds, mask) for r in range(ranks)]
+
+    def share_of(r):
+        far = [run for run in shares[r] if not is_alone(run, bounds, mask)]
+        return Share(shares, r, bounds, mask, far if split[r] else None)
+
+    worlds = [share_of(r) for r in range(ranks)]
     tokens = [
         torch.tensor([t for run in runs for t in range(run.start, run.stop)], dtype=torch.int64)
         for runs in shares
@@ -123,6 +129,42 @@ def test_exchange_delivers_the_keys_of_every_piece(bounds, mask, ranks, layout):
             assert len(target.unique()) == len(target)
             sums[target] += source * 0 + 1
         assert sums.sum() == share.key_count
+        found = torch.zeros(share.rows[share.mine], dtype=torch.int64)
+        expected = found.clone().index_add_(0, share.send_index, torch.ones_like(share.send_index))
+        for source, target in share.touched_levels:
+            found[share.touched_rows[target]] += source * 0 + 1
+        assert torch.equal(found, expected)
+
+
+@given(packs(), masks(), st.integers(1, 5), LAYOUT)
+@settings(max_examples=25, deadline=None)
+def test_lone_runs_see_their_own_keys_alone(bounds, mask, ranks, layout):
+    shown = visible(bounds, mask)
+    for run in (run for runs in laid_out(bounds, mask, ranks, layout) for run in runs):
+        seen = shown[run.start : run.stop].any(0).nonzero().flatten()
+        inside = len(seen) == 0 or (seen[0] >= run.start and seen[-1] < run.stop)
+        # A window may see its keys alone and still be cut where one process starts a tile.
+        assert inside or not is_alone(run, bounds, mask)
+        if mask == Mask(-1, 0):
+            assert is_alone(run, bounds, mask) == (run.start == bounds[run.document])
+
+
+def test_lone_runs_are_apart_where_they_have_the_work():
+    packed = plan(cu_seqlens=[0, 300, 500, 1000], causal=True, ranks=2, rank=0)
+    near, far = packed.local(torch.device("cpu"), 2)
+    assert near is not None
+    others, row = [], 0
+    for run in packed.shares[0]:
+        count = run.stop - run.start
+        if not is_alone(run, packed.bounds, packed.mask):
+            others += range(row, row + count)
+        row += count
+    assert 0 < len(others) < row
+    assert near.far_rows.tolist() == others + [row + i for i in others]
+    assert far.rows == len(others)
+    dense = plan(seqlen=1024, causal=True, ranks=2, rank=0)
+    assert dense.local(torch.device("cpu"), 1)[0] is None  # an eighth of its work
+    assert dense.exchanged.pieces == dense.share.pieces
 
 
 @given(packs(20, 300), masks(), st.integers(1, 9), st.sampled_from([0.0, 0.02, 0.2]))
