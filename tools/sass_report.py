@@ -26,8 +26,8 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import kernel_budget as budget
 import sass_hazards

@@ -80,7 +80,7 @@ def test_more_local_memory_and_r2ur_are_seen():
 
 def test_family_rules():
     errors = sass_report.family_errors("hopper_forward_bf16_d64_full", [kernel()])
-    assert errors == ["hopper_forward_bf16_d64_full: no UTMALDG"]
+    assert errors == ["hopper_forward_bf16_d64_full: no UTMALDG or UBLKCP"]
     with_tma = kernel(LISTING.replace("S2R R0", "UTMALDG.4D [UR4]"))
     assert sass_report.family_errors("hopper_forward_bf16_d64_full", [with_tma]) == []
     old = kernel(LISTING.replace("HGMMA.64x64x16.F32 R24", "HMMA.16816.F32 R24"))
