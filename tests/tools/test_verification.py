@@ -10,6 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import racecheck_known
 import verification
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -120,6 +121,12 @@ def test_the_sanitizer_is_part_of_the_page(tmp_path, record):
     verification.write_json(tmp_path / verification.SANITIZER, result)
     text = verification.rendered(tmp_path)
     assert "| memcheck | kernels | 3 | ERROR SUMMARY: 2 errors | FAILED |" in text
+    assert racecheck_known.TEXT[0] not in text
+    known = one | {"summary": "RACECHECK SUMMARY: 4 hazards; known: 4, others: 0", "ok": True}
+    verification.write_json(tmp_path / verification.SANITIZER, result | {"results": [known]})
+    text = verification.rendered(tmp_path)
+    assert "known: 4, others: 0 | passed |" in text
+    assert racecheck_known.TEXT[0] in text
 
 
 def test_the_page_of_this_project():
