@@ -23,7 +23,7 @@ VARIANT_DIMS = {"hopper": ((64, 64), (128, 128), (192, 128)), "ampere": ((64, 64
 FP8_BACKWARD_DIMS = (64, 96, 128, 192, 256)
 PAGE_DIMS = {"hopper": (64, 80, 96, 128, 192, 256), "ampere": (64, 128)}
 DECODE_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
-CODED_DIMS = (64, 128, 256)  # of caches of 8 bits, which Hopper decodes
+CODED_DIMS = (64, 128, 256, 576)  # of caches of 8 bits, which Hopper decodes
 LATENT = (576, 512)
 
 
@@ -311,7 +311,7 @@ def attention_cases(backend: str, device: str) -> Iterator[Case]:
 
 
 def cache_cases(backend: str, device: str) -> Iterator[Case]:
-    for dims in (*DECODE_DIMS, *((LATENT,) if backend == "hopper" else ())):
+    for dims in (*DECODE_DIMS, LATENT):
         for kind in CACHES:
             coded = "dtype" in CACHES[kind]
             if coded and (backend != "hopper" or dims[0] not in CODED_DIMS):
