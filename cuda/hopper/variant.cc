@@ -27,6 +27,13 @@ bool has_pairs(const ForwardProblem& problem) {
          problem.seqlen_k % 2 == 0;
 }
 
+// Whether rows of a bias of 16 bits that has pairs can be copied in pieces of 16 bytes.
+bool has_chunks(const BiasLayout& bias) {
+  constexpr std::int64_t kChunk = 8;
+  return bias.base_align_bytes >= 16 && bias.batch % kChunk == 0 && bias.head % kChunk == 0 &&
+         bias.query % kChunk == 0 && bias.query < std::int64_t{1} << 30;
+}
+
 BiasForm bias_form(const ForwardProblem& problem) {
   if (!problem.variant.has_bias) {
     return BiasForm::none;
@@ -35,7 +42,9 @@ BiasForm bias_form(const ForwardProblem& problem) {
   if (problem.variant.bias_dtype == DType::f32) {
     return pairs ? BiasForm::pair32 : BiasForm::single32;
   }
-  return pairs ? BiasForm::pair16 : BiasForm::single16;
+  return !pairs                             ? BiasForm::single16
+         : has_chunks(problem.variant.bias) ? BiasForm::tile16
+                                            : BiasForm::pair16;
 }
 
 // Whether more than one pair of a row and a key has the same element of the bias.
@@ -147,6 +156,16 @@ bool needs_other_shape(const VariantHooks& hooks, int kernel_head_dim) {
       hooks.mask != Expression::none || hooks.mask_forms != 0 ||
       (hooks.score != Expression::none && expression::programs_of(hooks.score).facts.is_large);
   return kernel_head_dim <= 64 && (hooks.dropout || hooks.bias != BiasForm::none || large);
+}
+
+ForwardConfig forward_config(const ForwardPlan& plan) {
+  const KernelInfo& row = *plan.kernel;
+  const ForwardShapes shapes = forward_shapes(row.head_dim, row.head_dim_v, row.mask);
+  const bool main = plan.tile_q == shapes.main.tile_q() && plan.tile_k == shapes.main.tile_k;
+  const ForwardConfig& config = main ? shapes.main : shapes.other;
+  return variant_hooks(plan.problem).bias == BiasForm::tile16 && has_bias_tile(config)
+             ? with_bias_tile(config)
+             : config;
 }
 
 bool takes_raw_scores(const Variant& variant) {

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "attn/variant_params.h"
+#include "hopper/forward/config.h"
 #include "jit/kernel.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
@@ -20,9 +21,10 @@
 
 namespace pantile::hopper {
 
-// How the kernels read a bias: elements one by one, or pairs of neighbouring keys.
-enum class BiasForm { none, single16, pair16, single32, pair32 };
-inline constexpr int kBiasForms = 5;
+// How the kernels read a bias: elements one by one, pairs of neighbouring keys, or in the forward
+// whole tiles, where the kernel has a place for them, else pairs.
+enum class BiasForm { none, single16, pair16, single32, pair32, tile16 };
+inline constexpr int kBiasForms = 6;
 
 // Rows of the sequences; ranges that begin anywhere; pages.
 enum class KeyPlace { rows, ranges, pages };
@@ -81,6 +83,9 @@ bool takes_raw_scores(const Variant& variant);
 // Ok, or what of the variant the hooks do not serve.
 Status variant_rule(const ForwardProblem& problem);
 Status variant_rule(const BackwardProblem& problem);
+
+// The shape of the kernel of a plan, with a place for a tile of its bias if it can have one.
+ForwardConfig forward_config(const ForwardPlan& plan);
 
 // The kernel with the hooks of a plan: a text for NVRTC. A plan without hooks has none.
 jit::Request variant_request(const ForwardPlan& plan);

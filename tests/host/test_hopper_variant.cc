@@ -112,8 +112,49 @@ TEST(HopperVariant, HooksStandInTheOrderOfTheFormulas) {
   add_bias(&problem, DType::bf16);
   EXPECT_TRUE(holds(text_of(forward_plan(problem, row)),
                     "using Variant = attn::Both<attn::Both<attn::Both<attn::Softcap<false>, "
-                    "attn::Bias<kDType, true, kTileK>>, attn::Alibi<false, kTileK>>, "
+                    "attn::BiasTile<kDType, kTileK>>, attn::Alibi<false, kTileK>>, "
                     "attn::Dropout<kTileK>>;"));
+}
+
+TEST(HopperVariant, ABiasIsReadInTilesWhereItCanBe) {
+  const KernelInfo row = row_of(Pass::forward, DType::bf16, 128, MaskKind::causal);
+  ForwardProblem problem = causal(forward_problem());
+  add_bias(&problem, DType::bf16);
+  EXPECT_TRUE(holds(text_of(forward_plan(problem, row)),
+                    "using Shape = WithBiasTile<ForwardVariant<128, 128, MaskKind::causal, "
+                    "false>>;"));
+  EXPECT_TRUE(holds(text_of(forward_plan(problem, row)), "attn::BiasTile<kDType, kTileK>"));
+  const auto reads_pairs = [&](const ForwardProblem& other, const KernelInfo& of) {
+    const std::string text = text_of(forward_plan(other, of));
+    return holds(text, "attn::Bias<kDType, true, kTileK>") && !holds(text, "WithBiasTile");
+  };
+  EXPECT_FALSE(reads_pairs(problem, row));
+  for (std::int64_t BiasLayout::* stride :
+       {&BiasLayout::batch, &BiasLayout::head, &BiasLayout::query}) {
+    ForwardProblem other = problem;
+    other.variant.bias.*stride += 4;
+    EXPECT_TRUE(reads_pairs(other, row));
+  }
+  ForwardProblem far = problem;
+  far.variant.bias.query = std::int64_t{1} << 30;
+  EXPECT_TRUE(reads_pairs(far, row));
+  ForwardProblem narrow = problem;
+  narrow.variant.bias.base_align_bytes = 8;
+  EXPECT_TRUE(reads_pairs(narrow, row));
+  // Head dim 256 has no memory for it.
+  problem.head_dim = problem.head_dim_v = 256;
+  EXPECT_TRUE(reads_pairs(problem, row_of(Pass::forward, DType::bf16, 256, MaskKind::causal)));
+}
+
+TEST(HopperVariant, AlibiWithoutAMaskBeginsWithTheNearestKeys) {
+  ForwardProblem problem = forward_problem();
+  const KernelInfo full = row_of(Pass::forward, DType::bf16, 128, MaskKind::full);
+  const KernelInfo row = row_of(Pass::forward, DType::bf16, 128, MaskKind::causal);
+  problem.variant.has_alibi = true;
+  EXPECT_TRUE(holds(text_of(forward_plan(problem, full)), "Variant, NearWalk<kTileK>, "));
+  EXPECT_TRUE(holds(text_of(forward_plan(causal(problem), row)), "Variant, SpanWalk, "));
+  problem.variant.has_documents = true;
+  EXPECT_TRUE(holds(text_of(forward_plan(problem, full)), "Variant, ListWalk<"));
 }
 
 TEST(HopperVariant, TextsDependOnDtypeMaskAndAlignment) {
