@@ -57,6 +57,9 @@ PANTILE_DEVICE constexpr int row_of(int e) {
 
 // Scores are proportional to logits: an exponent is one multiply-add.
 struct ScaledLogits {
+  // Whether 2^x of element e is computed without the special-function unit.
+  static PANTILE_DEVICE constexpr bool by_polynomial(int) { return false; }
+
   float unit;
   PANTILE_DEVICE float exponent(float score, int, float shift) const {
     return fmaf(score, unit, -shift);
@@ -66,8 +69,15 @@ struct ScaledLogits {
   PANTILE_DEVICE float shift_of(float most) const { return most * unit; }
 };
 
+// Of scores that the special-function unit has made: it does not make all of the exponentials.
+struct CappedLogits : ScaledLogits {
+  static PANTILE_DEVICE constexpr bool by_polynomial(int e) { return e % 16 >= 14; }
+};
+
 // A term linear in the column is added: two multiply-adds.
 struct SlopedLogits {
+  static PANTILE_DEVICE constexpr bool by_polynomial(int) { return false; }
+
   float unit, slope;  // base-2 logits a column
   float base[2];      // of the thread's first column, a row
   PANTILE_DEVICE float exponent(float score, int e, float shift) const {
@@ -131,6 +141,7 @@ struct Softcap : SomeVariant {
   PANTILE_DEVICE void begin(const VariantParams& p, const FragmentPlace&) {
     cap_inner = p.cap_inner;
   }
+  PANTILE_DEVICE CappedLogits logits(float unit) const { return CappedLogits{{unit}}; }
   template <int kCount>
   PANTILE_DEVICE void score(float (&S)[kCount]) const {
 #pragma unroll
@@ -395,8 +406,10 @@ struct Both : SomeVariant {
   PANTILE_DEVICE auto logits(float unit) const {
     if constexpr (A::kAdds) {
       return a.logits(unit);
-    } else {
+    } else if constexpr (B::kAdds) {
       return b.logits(unit);
+    } else {
+      return a.logits(unit);
     }
   }
   template <int kSteps>
