@@ -6,7 +6,7 @@
 #include "core/dropout.h"
 #include "core/softmax_state.h"
 #include "expression/print.h"
-#include "hopper/backward/config.h"
+#include "hopper/backward/workspace.h"
 #include "hopper/forward/config.h"
 #include "hopper/mask.h"
 
@@ -78,6 +78,8 @@ VariantHooks variant_hooks(const BackwardProblem& problem) {
   VariantHooks hooks = variant_hooks(problem.forward);
   hooks.grad_alibi = problem.wants_grad_alibi;
   hooks.grad_bias = problem.wants_grad_bias;
+  hooks.bias_alone =
+      problem.wants_grad_bias && (problem.deterministic || !is_shared(problem.forward));
   hooks.grad_captured = problem.wants_grad_captured;
   return hooks;
 }
@@ -203,33 +205,38 @@ Status variant_rule(const BackwardProblem& problem) {
       return status;
     }
   }
-  if (problem.wants_grad_bias && problem.deterministic && is_shared(problem.forward)) {
+  if (problem.wants_grad_bias && problem.deterministic && variant.bias.query == 0 &&
+      problem.forward.seqlen_q > 1) {
     return Status::error(kUnsupported,
-                         "deterministic is true, and the bias is shared by queries, heads or "
-                         "sequences: this kernel adds its gradient in any order");
+                         "deterministic is true, and the bias is shared by queries: this kernel "
+                         "adds its gradient in any order");
   }
   return Status();
 }
 
-BiasLayout grad_bias_layout(const ForwardProblem& problem) {
-  const BiasLayout& bias = problem.variant.bias;
+BiasLayout grad_bias_layout(const BackwardProblem& problem) {
+  const ForwardProblem& forward = problem.forward;
+  const BiasLayout& bias = forward.variant.bias;
+  const bool parts = has_bias_parts(problem);
   BiasLayout layout;
-  std::int64_t elements = problem.seqlen_k;
-  const auto axis = [&elements](std::int64_t stride, std::int64_t size, std::int64_t* to) {
-    *to = stride == 0 ? 0 : elements;
-    elements *= stride == 0 ? 1 : size;
+  std::int64_t elements = forward.seqlen_k;
+  const auto axis = [&elements](bool shared, std::int64_t size, std::int64_t* to) {
+    *to = shared ? 0 : elements;
+    elements *= shared ? 1 : size;
   };
-  axis(bias.query, problem.seqlen_q, &layout.query);
-  axis(bias.head, problem.heads_q, &layout.head);
-  axis(bias.batch, problem.batch, &layout.batch);
+  axis(bias.query == 0, forward.seqlen_q, &layout.query);
+  axis(bias.head == 0 && !parts, forward.heads_q, &layout.head);
+  axis(bias.batch == 0 && !parts, forward.batch, &layout.batch);
   return layout;
 }
 
-std::size_t grad_bias_bytes(const ForwardProblem& problem) {
-  const BiasLayout& bias = problem.variant.bias;
-  return static_cast<std::size_t>((bias.batch == 0 ? 1 : problem.batch) *
-                                  (bias.head == 0 ? 1 : problem.heads_q) *
-                                  (bias.query == 0 ? 1 : problem.seqlen_q) * problem.seqlen_k) *
+std::size_t grad_bias_bytes(const BackwardProblem& problem) {
+  const ForwardProblem& forward = problem.forward;
+  const BiasLayout& bias = forward.variant.bias;
+  const bool parts = has_bias_parts(problem);
+  return static_cast<std::size_t>((bias.batch == 0 && !parts ? 1 : forward.batch) *
+                                  (bias.head == 0 && !parts ? 1 : forward.heads_q) *
+                                  (bias.query == 0 ? 1 : forward.seqlen_q) * forward.seqlen_k) *
          sizeof(float);
 }
 

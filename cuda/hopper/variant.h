@@ -39,6 +39,7 @@ struct VariantHooks {
   bool mask_clauses = false;     // more than one
   bool grad_alibi = false;       // these two: backward
   bool grad_bias = false;
+  bool bias_alone = false;  // backward: no two pairs share an element of the bias's gradient
   Expression score = Expression::none;
   Expression mask = Expression::none;
   std::uint32_t grad_captured = 0;
@@ -61,10 +62,12 @@ struct VariantHooks {
                 2 +
             (grad_alibi ? 1 : 0)) *
                2 +
-           (grad_bias ? 1 : 0) + kBiasForms * 32 * (static_cast<int>(keys) * 2 + (shift ? 1 : 0));
+           (grad_bias ? 1 : 0) +
+           kBiasForms * 32 *
+               ((static_cast<int>(keys) * 2 + (shift ? 1 : 0)) * 2 + (bias_alone ? 1 : 0));
   }
 };
-inline constexpr int kVariantKernels = kBiasForms * 32 * 6;
+inline constexpr int kVariantKernels = kBiasForms * 32 * 12;
 
 VariantHooks variant_hooks(const ForwardProblem& problem);
 VariantHooks variant_hooks(const BackwardProblem& problem);
@@ -149,10 +152,10 @@ class VariantKernels {
   std::map<std::array<std::int64_t, 5>, const jit::Kernel*> rare_;
 };
 
-// Of the gradient of the bias, which is contiguous in the bias's shape: distances, 0 along an axis
-// that the bias shares, and how many bytes it has.
-BiasLayout grad_bias_layout(const ForwardProblem& problem);
-std::size_t grad_bias_bytes(const ForwardProblem& problem);
+// Where the main kernel leaves the gradient of the bias: distances, and how many bytes that has. It
+// is the gradient itself, contiguous in the bias's shape, or with has_bias_parts() the workspace.
+BiasLayout grad_bias_layout(const BackwardProblem& problem);
+std::size_t grad_bias_bytes(const BackwardProblem& problem);
 
 // All but the gradients.
 attn::VariantParams variant_params(const ForwardProblem& problem, const VariantTensors& tensors);

@@ -86,6 +86,7 @@ std::string grad_hooks(const KernelInfo& row, const VariantHooks& hooks) {
   add(hooks.dropout, "dropout = true");
   add(hooks.grad_alibi, "grad_alibi = true");
   add(hooks.grad_bias, "grad_bias = true");
+  add(hooks.bias_alone, "bias_alone = true");
   add(hooks.mask_forms != 0, "lists = true");
   add(hooks.has_expressions(), "user = 1");
   if (hooks.score != Expression::none) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/integer.h"
+#include "hopper/backward/workspace.h"
 #include "hopper/mask.h"
 #include "hopper/plan.h"
 #include "hopper/variant.h"
@@ -72,10 +73,11 @@ TEST(HopperVariant, HooksHaveNumbersOfTheirOwn) {
   std::set<int> numbers;
   int count = 0;
   for (int bias = 0; bias < hopper::kBiasForms; ++bias) {
-    for (int bits = 0; bits < 192; ++bits) {
+    for (int bits = 0; bits < 384; ++bits) {
       hopper::VariantHooks hooks;
+      hooks.bias_alone = bits / 192 == 1;
       hooks.shift = bits / 32 % 2 == 1;
-      hooks.keys = static_cast<hopper::KeyPlace>(bits / 64);
+      hooks.keys = static_cast<hopper::KeyPlace>(bits / 64 % 3);
       hooks.bias = static_cast<hopper::BiasForm>(bias);
       hooks.softcap = (bits & 1) != 0;
       hooks.alibi = (bits & 2) != 0;
@@ -246,9 +248,10 @@ TEST(HopperVariant, RefusesByName) {
   shared.wants_grad_bias = true;
   EXPECT_TRUE(hopper::variant_rule(shared).ok());
   shared.deterministic = true;
-  EXPECT_TRUE(holds(hopper::variant_rule(shared).message(), "deterministic is true"));
-  shared.forward.variant.bias.batch = 8 * 1024 * 1024;
   EXPECT_TRUE(hopper::variant_rule(shared).ok());
+  shared.forward.variant.bias.query = 0;
+  EXPECT_TRUE(holds(hopper::variant_rule(shared).message(),
+                    "deterministic is true, and the bias is shared by queries"));
 }
 
 TEST(HopperVariant, MasksWalkLists) {
@@ -380,14 +383,39 @@ TEST(HopperVariant, GradientOfTheBiasHasItsShape) {
   ForwardProblem problem = forward_problem();  // batch 2, 8 heads, 1024 x 1024
   problem.variant.has_bias = true;
   problem.variant.bias = BiasLayout{0, 4096, 0, 16};  // a row a head
-  const BiasLayout layout = hopper::grad_bias_layout(problem);
+  BackwardProblem backward;
+  backward.forward = problem;
+  backward.wants_grad_bias = true;
+  const BiasLayout layout = hopper::grad_bias_layout(backward);
   EXPECT_EQ(layout.batch, 0);
   EXPECT_EQ(layout.head, 1024);
   EXPECT_EQ(layout.query, 0);
-  EXPECT_EQ(hopper::grad_bias_bytes(problem), 8u * 1024u * 4u);
-  problem.variant.bias = BiasLayout{1 << 30, 1 << 24, 2048, 16};
-  EXPECT_EQ(hopper::grad_bias_layout(problem).batch, 8 * 1024 * 1024);
-  EXPECT_EQ(hopper::grad_bias_bytes(problem), 2u * 8u * 1024u * 1024u * 4u);
+  EXPECT_EQ(hopper::grad_bias_bytes(backward), 8u * 1024u * 4u);
+  EXPECT_FALSE(hopper::variant_hooks(backward).bias_alone);
+  backward.forward.variant.bias = BiasLayout{1 << 30, 1 << 24, 2048, 16};
+  EXPECT_EQ(hopper::grad_bias_layout(backward).batch, 8 * 1024 * 1024);
+  EXPECT_EQ(hopper::grad_bias_bytes(backward), 2u * 8u * 1024u * 1024u * 4u);
+  EXPECT_TRUE(hopper::variant_hooks(backward).bias_alone);
+}
+
+TEST(HopperVariant, DeterministicGradientsOfASharedBiasHaveParts) {
+  BackwardProblem backward = backward_problem();  // 2 sequences, 8 heads, 1024 x 1024
+  add_bias(&backward.forward, DType::bf16);       // by all sequences
+  backward.wants_grad_bias = true;
+  const std::size_t plain = hopper::backward_workspace(backward, 128).bytes;
+  EXPECT_FALSE(hopper::has_bias_parts(backward));
+  EXPECT_FALSE(hopper::variant_hooks(backward).bias_alone);
+  backward.deterministic = true;
+  EXPECT_TRUE(hopper::has_bias_parts(backward));
+  EXPECT_TRUE(hopper::variant_hooks(backward).bias_alone);
+  EXPECT_EQ(hopper::grad_bias_layout(backward).batch, 8 * 1024 * 1024);
+  const hopper::BackwardWorkspace workspace = hopper::backward_workspace(backward, 128);
+  EXPECT_GE(workspace.bytes, workspace.bias_parts + hopper::grad_bias_bytes(backward));
+  EXPECT_GE(workspace.bias_parts, plain);
+  const KernelInfo row = row_of(Pass::backward, DType::bf16, 128, MaskKind::full);
+  EXPECT_TRUE(holds(text_of(backward_plan(backward, row)), ".bias_alone = true"));
+  backward.forward.batch = 1;
+  EXPECT_FALSE(hopper::has_bias_parts(backward));
 }
 
 }  // namespace
