@@ -21,6 +21,7 @@
 #include "attn/mask.cuh"
 #include "attn/variant.cuh"
 #include "prim/convert.cuh"
+#include "prim/exp2_polynomial.cuh"
 #include "prim/math.cuh"
 #include "tile/row_reduce.cuh"
 
@@ -165,7 +166,11 @@ struct OnlineSoftmax {
   template <class Logits>
   static PANTILE_DEVICE float weight(float score, int e, const Logits& logits,
                                      const float (&bases)[2]) {
-    return prim::exp2_approx(logits.exponent(score, e, bases[row_of(e)]));
+    const float exponent = logits.exponent(score, e, bases[row_of(e)]);
+    if (Logits::by_polynomial(e)) {
+      return prim::exp2_polynomial(fminf(exponent, 127.0f));  // finite, and too large to hold
+    }
+    return prim::exp2_approx(exponent);
   }
 
   // False also for NaN.

@@ -3,6 +3,8 @@
 // variant is a type. Plain attention is NoVariant, whose hooks vanish.
 //
 //   begin(params, place)  once a tile of rows: what depends on the head and the thread's two rows
+//   load_ahead(key)       once a step: starts copies into kSharedBytes of the warp's for the step
+//                         whose keys begin at `key`, after the step before has changed its scores
 //   fetch(params, key)    once a step, before the scores are waited for; `key` is the position of
 //                         the thread's first column. Loads, random bytes.
 //   score(S)              changes the scores, in place
@@ -35,9 +37,10 @@ namespace pantile::attn {
 // Where a thread's fragment lies. Rows and keys count from the start of their sequence.
 struct FragmentPlace {
   int batch, head;
-  int row;         // of register i = 0; i = 1 is 8 rows below
-  int position;    // the key that this row faces: row + keys - rows
-  int rows, keys;  // of the sequence
+  int row;                   // of register i = 0; i = 1 is 8 rows below
+  int position;              // the key that this row faces: row + keys - rows
+  int rows, keys;            // of the sequence
+  std::uint32_t shared = 0;  // memory of the warp, as much as the variant asks for
 };
 
 // Column of register e of a fragment, counted from the thread's first.
@@ -54,6 +57,9 @@ PANTILE_DEVICE constexpr int row_of(int e) {
 
 // Scores are proportional to logits: an exponent is one multiply-add.
 struct ScaledLogits {
+  // Whether 2^x of element e is computed without the special-function unit.
+  static PANTILE_DEVICE constexpr bool by_polynomial(int) { return false; }
+
   float unit;
   PANTILE_DEVICE float exponent(float score, int, float shift) const {
     return fmaf(score, unit, -shift);
@@ -63,8 +69,15 @@ struct ScaledLogits {
   PANTILE_DEVICE float shift_of(float most) const { return most * unit; }
 };
 
+// Of scores that the special-function unit has made: it does not make all of the exponentials.
+struct CappedLogits : ScaledLogits {
+  static PANTILE_DEVICE constexpr bool by_polynomial(int e) { return e % 16 >= 14; }
+};
+
 // A term linear in the column is added: two multiply-adds.
 struct SlopedLogits {
+  static PANTILE_DEVICE constexpr bool by_polynomial(int) { return false; }
+
   float unit, slope;  // base-2 logits a column
   float base[2];      // of the thread's first column, a row
   PANTILE_DEVICE float exponent(float score, int e, float shift) const {
@@ -88,7 +101,9 @@ struct NoVariant {
   static constexpr bool kAdds = false;   // logits() are sloped
   static constexpr bool kDrops = false;  // drop()
   static constexpr bool kMasks = false;  // score() hides pairs, and visible() says which
+  static constexpr int kSharedBytes = 0;
 
+  PANTILE_DEVICE void load_ahead(int) const {}
   PANTILE_DEVICE void begin(const VariantParams&, const FragmentPlace&) {}
   PANTILE_DEVICE void fetch(const VariantParams&, int) {}
   template <int kCount>
@@ -126,6 +141,7 @@ struct Softcap : SomeVariant {
   PANTILE_DEVICE void begin(const VariantParams& p, const FragmentPlace&) {
     cap_inner = p.cap_inner;
   }
+  PANTILE_DEVICE CappedLogits logits(float unit) const { return CappedLogits{{unit}}; }
   template <int kCount>
   PANTILE_DEVICE void score(float (&S)[kCount]) const {
 #pragma unroll
@@ -365,9 +381,15 @@ struct Both : SomeVariant {
   static constexpr bool kMasks = A::kMasks || B::kMasks;
   static_assert(!(A::kAdds && B::kAdds));
 
+  static constexpr int kSharedBytes = A::kSharedBytes + B::kSharedBytes;  // one of them has some
+
   A a;
   B b;
 
+  PANTILE_DEVICE void load_ahead(int key) const {
+    a.load_ahead(key);
+    b.load_ahead(key);
+  }
   PANTILE_DEVICE void begin(const VariantParams& p, const FragmentPlace& at) {
     a.begin(p, at);
     b.begin(p, at);
@@ -384,8 +406,10 @@ struct Both : SomeVariant {
   PANTILE_DEVICE auto logits(float unit) const {
     if constexpr (A::kAdds) {
       return a.logits(unit);
-    } else {
+    } else if constexpr (B::kAdds) {
       return b.logits(unit);
+    } else {
+      return a.logits(unit);
     }
   }
   template <int kSteps>

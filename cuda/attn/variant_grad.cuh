@@ -9,7 +9,8 @@
 //   dropout         dV takes P where it was kept. dS = P * (kept ? dP - d : -d), where dV, dQ and
 //                   dK are multiplied by keep_scale in the end, and d is delta divided by it
 //   ALiBi's slopes  the sum of dS times the distance, over a tile of keys and all rows of a head
-//   bias            dS, added to fp32 in global memory
+//   bias            dS, added to fp32 in global memory; stored where no two pairs share an element,
+//                   so that a step that is done again changes nothing
 //   expressions     s + something: an additive term. Others: as a softcap, with its value and
 //                   slope. A mask hides pairs after that. Gradients of captured tensors come from
 //                   dS before the slope, note_raw(): a kernel that keeps P and the scores for it
@@ -38,7 +39,8 @@ struct GradHooks {
   bool dropout = false;
   bool grad_alibi = false;
   bool grad_bias = false;
-  bool lists = false;  // a mask beside the window: the walk is over lists of tiles
+  bool bias_alone = false;  // no two pairs share an element of that gradient
+  bool lists = false;       // a mask beside the window: the walk is over lists of tiles
   // Expressions: structs of UserHooks<user>. raw_score: not s + something.
   int user = 0;
   bool score = false;
@@ -235,7 +237,20 @@ class GradVariant : UserState<kHooks.user> {
   }
 
   // Of the step whose dS is noted next, element by element.
-  PANTILE_DEVICE void begin_notes(const TransposedPlace& at) { noted_ = at; }
+  PANTILE_DEVICE void begin_notes(const VariantParams& p, const TransposedPlace& at) {
+    noted_ = at;
+    if constexpr (kHooks.grad_bias) {
+      bias_step_ = static_cast<std::int32_t>(p.grad_bias_query) * 4;
+      bias_last_row_ = at.rows - 1 - at.row;
+      float* const row = p.grad_bias + grad_bias_ + at.row * p.grad_bias_query;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = at.key + 8 * i;
+        bias_to_[i] = row + core::min_of(key, at.keys - 1);
+        bias_last_[i] = key < at.keys ? bias_last_row_ : -1;
+      }
+    }
+  }
 
   PANTILE_DEVICE void note(const VariantParams& p, int e, float dS) {
     const TransposedPlace& at = noted_;
@@ -243,10 +258,16 @@ class GradVariant : UserState<kHooks.user> {
       grad_slope_ = fmaf(dS, fabsf(distance(at, e)), grad_slope_);
     }
     if constexpr (kHooks.grad_bias) {
-      float* const first = p.grad_bias + grad_bias_ + at.row * p.grad_bias_query + at.key;
-      if (column_of(e) < at.rows - at.row && 8 * key_of(e) < at.keys - at.key) {
-        prim::global_add(first + column_of(e) * p.grad_bias_query + 8 * key_of(e),
-                         dS * p.keep_scale);
+      const bool exists = column_of(e) <= bias_last_[key_of(e)];
+      const float gradient = kHooks.dropout ? dS * p.keep_scale : dS;
+      if constexpr (kHooks.bias_alone) {
+        float* const to = prim::advance(bias_to_[key_of(e)], column_of(e), bias_step_);
+        prim::global_store_if(exists, to, gradient);
+      } else {
+        // ptxas makes a branch of each addition with a predicate; 0 may go to any element.
+        const int column = core::min_of(column_of(e), bias_last_row_);
+        prim::global_add(prim::advance(bias_to_[key_of(e)], column, bias_step_),
+                         exists ? gradient : 0.0f);
       }
     }
     if constexpr (kHooks.grad_captured && !kHooks.raw_score) {
@@ -343,6 +364,12 @@ class GradVariant : UserState<kHooks.user> {
   std::int64_t bias_, grad_bias_;  // of the head, in elements
   std::uint32_t kept_[kSlices][2];
   TransposedPlace noted_;
+  // Of the gradient of a bias. For each of the thread's keys: the first element of the step, and
+  // the last query from there on, -1 without the key.
+  float* bias_to_[2];
+  int bias_last_[2];
+  int bias_last_row_;       // of the sequence
+  std::int32_t bias_step_;  // bytes between queries
   int batch_, head_;        // these two: of a mask of tensors
   std::uint32_t shown_[2];  // as its fragment()
 };

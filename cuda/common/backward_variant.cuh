@@ -4,6 +4,7 @@
 //   sum_sinks   dsink[h]  = -sum over its rows of  exp(sink - LSE) * (delta - dLSE)
 //   sum_slopes  dslope[h] = -keep_scale * sum over tiles of keys of the parts that the main kernel
 //                           has left, sums of dS times the distance
+//   sum_bias    dbias     = sum over the heads and sequences that share an element of dS
 #pragma once
 
 #include "common/backward_rows.cuh"
@@ -31,6 +32,20 @@ struct SlopeParams {
   bool by_batch;  // slopes and gradients are [batch][heads], else [heads]
   float keep_scale;
   float* grad_slopes;
+};
+
+inline constexpr int kBiasThreads = 256;
+
+struct BiasParams {
+  const float* parts;  // [batch][heads][pairs]
+  std::int64_t pairs;  // of a query and a key
+  std::int64_t heads, batch;
+  bool sums_heads, sums_batch;
+  float* grad_bias;  // [1 or batch][1 or heads][pairs]
+
+  PANTILE_HD std::int64_t elements() const {
+    return pairs * (sums_heads ? 1 : heads) * (sums_batch ? 1 : batch);
+  }
 };
 
 // Over a block of kVariantThreads; all threads get it.
@@ -115,6 +130,32 @@ __global__ void __launch_bounds__(kThreads) sum_slopes(const __grid_constant__ S
   sum = sum_over_block(sum);
   if (threadIdx.x == 0) {
     params.grad_slopes[blockIdx.x] = -params.keep_scale * sum;
+  }
+}
+
+// A thread takes an element.
+template <int kThreads = kBiasThreads>
+__global__ void __launch_bounds__(kThreads) sum_bias(const __grid_constant__ BiasParams params) {
+  prim::wait_for_previous_grid();
+  const std::int64_t elements = params.elements();
+  const std::int64_t batch_step = params.heads * params.pairs;
+  const std::int64_t heads = params.sums_heads ? params.heads : 1;
+  const std::int64_t batches = params.sums_batch ? params.batch : 1;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + static_cast<int>(threadIdx.x);
+       i < elements; i += std::int64_t{gridDim.x} * kThreads) {
+    const std::int64_t plane = i / params.pairs;  // [1 or batch][1 or heads]
+    const std::int64_t head = params.sums_heads ? 0 : plane % params.heads;
+    const std::int64_t batch = params.sums_heads ? plane : plane / params.heads;
+    const float* const first =
+        params.parts + batch * batch_step + head * params.pairs + i % params.pairs;
+    float sum = 0.0f;
+    for (std::int64_t b = 0; b < batches; ++b) {
+#pragma unroll 4
+      for (std::int64_t h = 0; h < heads; ++h) {
+        sum += first[b * batch_step + h * params.pairs];
+      }
+    }
+    params.grad_bias[i] = sum;
   }
 }
 

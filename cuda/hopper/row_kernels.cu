@@ -33,6 +33,10 @@ Status launch_sum_slopes(const cuda::Launch& how, const common::SlopeParams& par
   return cuda::launch("sum_slopes", how, common::sum_slopes<>, params);
 }
 
+Status launch_sum_bias(const cuda::Launch& how, const common::BiasParams& params) {
+  return cuda::launch("sum_bias", how, common::sum_bias<>, params);
+}
+
 #define PANTILE_BOUND(dtype)                                           \
   template Status launch_bound_keys<DType::dtype>(const cuda::Launch&, \
                                                   const common::KeyBoundsParams&);

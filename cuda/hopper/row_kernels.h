@@ -46,5 +46,6 @@ Status launch_finish_rows(const cuda::Launch& how, const common::FinishParams& p
 
 Status launch_sum_sinks(const cuda::Launch& how, const common::SinkParams& params);
 Status launch_sum_slopes(const cuda::Launch& how, const common::SlopeParams& params);
+Status launch_sum_bias(const cuda::Launch& how, const common::BiasParams& params);
 
 }  // namespace pantile::hopper

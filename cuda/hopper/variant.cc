@@ -6,7 +6,7 @@
 #include "core/dropout.h"
 #include "core/softmax_state.h"
 #include "expression/print.h"
-#include "hopper/backward/config.h"
+#include "hopper/backward/workspace.h"
 #include "hopper/forward/config.h"
 #include "hopper/mask.h"
 
@@ -27,6 +27,13 @@ bool has_pairs(const ForwardProblem& problem) {
          problem.seqlen_k % 2 == 0;
 }
 
+// Whether rows of a bias of 16 bits that has pairs can be copied in pieces of 16 bytes.
+bool has_chunks(const BiasLayout& bias) {
+  constexpr std::int64_t kChunk = 8;
+  return bias.base_align_bytes >= 16 && bias.batch % kChunk == 0 && bias.head % kChunk == 0 &&
+         bias.query % kChunk == 0 && bias.query < std::int64_t{1} << 30;
+}
+
 BiasForm bias_form(const ForwardProblem& problem) {
   if (!problem.variant.has_bias) {
     return BiasForm::none;
@@ -35,7 +42,9 @@ BiasForm bias_form(const ForwardProblem& problem) {
   if (problem.variant.bias_dtype == DType::f32) {
     return pairs ? BiasForm::pair32 : BiasForm::single32;
   }
-  return pairs ? BiasForm::pair16 : BiasForm::single16;
+  return !pairs                             ? BiasForm::single16
+         : has_chunks(problem.variant.bias) ? BiasForm::tile16
+                                            : BiasForm::pair16;
 }
 
 // Whether more than one pair of a row and a key has the same element of the bias.
@@ -69,6 +78,8 @@ VariantHooks variant_hooks(const BackwardProblem& problem) {
   VariantHooks hooks = variant_hooks(problem.forward);
   hooks.grad_alibi = problem.wants_grad_alibi;
   hooks.grad_bias = problem.wants_grad_bias;
+  hooks.bias_alone =
+      problem.wants_grad_bias && (problem.deterministic || !is_shared(problem.forward));
   hooks.grad_captured = problem.wants_grad_captured;
   return hooks;
 }
@@ -149,6 +160,16 @@ bool needs_other_shape(const VariantHooks& hooks, int kernel_head_dim) {
   return kernel_head_dim <= 64 && (hooks.dropout || hooks.bias != BiasForm::none || large);
 }
 
+ForwardConfig forward_config(const ForwardPlan& plan) {
+  const KernelInfo& row = *plan.kernel;
+  const ForwardShapes shapes = forward_shapes(row.head_dim, row.head_dim_v, row.mask);
+  const bool main = plan.tile_q == shapes.main.tile_q() && plan.tile_k == shapes.main.tile_k;
+  const ForwardConfig& config = main ? shapes.main : shapes.other;
+  return variant_hooks(plan.problem).bias == BiasForm::tile16 && has_bias_tile(config)
+             ? with_bias_tile(config)
+             : config;
+}
+
 bool takes_raw_scores(const Variant& variant) {
   return variant.softcap > 0.0f || common::has_raw_score(variant);
 }
@@ -184,33 +205,38 @@ Status variant_rule(const BackwardProblem& problem) {
       return status;
     }
   }
-  if (problem.wants_grad_bias && problem.deterministic && is_shared(problem.forward)) {
+  if (problem.wants_grad_bias && problem.deterministic && variant.bias.query == 0 &&
+      problem.forward.seqlen_q > 1) {
     return Status::error(kUnsupported,
-                         "deterministic is true, and the bias is shared by queries, heads or "
-                         "sequences: this kernel adds its gradient in any order");
+                         "deterministic is true, and the bias is shared by queries: this kernel "
+                         "adds its gradient in any order");
   }
   return Status();
 }
 
-BiasLayout grad_bias_layout(const ForwardProblem& problem) {
-  const BiasLayout& bias = problem.variant.bias;
+BiasLayout grad_bias_layout(const BackwardProblem& problem) {
+  const ForwardProblem& forward = problem.forward;
+  const BiasLayout& bias = forward.variant.bias;
+  const bool parts = has_bias_parts(problem);
   BiasLayout layout;
-  std::int64_t elements = problem.seqlen_k;
-  const auto axis = [&elements](std::int64_t stride, std::int64_t size, std::int64_t* to) {
-    *to = stride == 0 ? 0 : elements;
-    elements *= stride == 0 ? 1 : size;
+  std::int64_t elements = forward.seqlen_k;
+  const auto axis = [&elements](bool shared, std::int64_t size, std::int64_t* to) {
+    *to = shared ? 0 : elements;
+    elements *= shared ? 1 : size;
   };
-  axis(bias.query, problem.seqlen_q, &layout.query);
-  axis(bias.head, problem.heads_q, &layout.head);
-  axis(bias.batch, problem.batch, &layout.batch);
+  axis(bias.query == 0, forward.seqlen_q, &layout.query);
+  axis(bias.head == 0 && !parts, forward.heads_q, &layout.head);
+  axis(bias.batch == 0 && !parts, forward.batch, &layout.batch);
   return layout;
 }
 
-std::size_t grad_bias_bytes(const ForwardProblem& problem) {
-  const BiasLayout& bias = problem.variant.bias;
-  return static_cast<std::size_t>((bias.batch == 0 ? 1 : problem.batch) *
-                                  (bias.head == 0 ? 1 : problem.heads_q) *
-                                  (bias.query == 0 ? 1 : problem.seqlen_q) * problem.seqlen_k) *
+std::size_t grad_bias_bytes(const BackwardProblem& problem) {
+  const ForwardProblem& forward = problem.forward;
+  const BiasLayout& bias = forward.variant.bias;
+  const bool parts = has_bias_parts(problem);
+  return static_cast<std::size_t>((bias.batch == 0 && !parts ? 1 : forward.batch) *
+                                  (bias.head == 0 && !parts ? 1 : forward.heads_q) *
+                                  (bias.query == 0 ? 1 : forward.seqlen_q) * forward.seqlen_k) *
          sizeof(float);
 }
 

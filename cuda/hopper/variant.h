@@ -12,6 +12,7 @@
 #include <string>
 
 #include "attn/variant_params.h"
+#include "hopper/forward/config.h"
 #include "jit/kernel.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
@@ -20,9 +21,10 @@
 
 namespace pantile::hopper {
 
-// How the kernels read a bias: elements one by one, or pairs of neighbouring keys.
-enum class BiasForm { none, single16, pair16, single32, pair32 };
-inline constexpr int kBiasForms = 5;
+// How the kernels read a bias: elements one by one, pairs of neighbouring keys, or in the forward
+// whole tiles, where the kernel has a place for them, else pairs.
+enum class BiasForm { none, single16, pair16, single32, pair32, tile16 };
+inline constexpr int kBiasForms = 6;
 
 // Rows of the sequences; ranges that begin anywhere; pages.
 enum class KeyPlace { rows, ranges, pages };
@@ -37,6 +39,7 @@ struct VariantHooks {
   bool mask_clauses = false;     // more than one
   bool grad_alibi = false;       // these two: backward
   bool grad_bias = false;
+  bool bias_alone = false;  // backward: no two pairs share an element of the bias's gradient
   Expression score = Expression::none;
   Expression mask = Expression::none;
   std::uint32_t grad_captured = 0;
@@ -59,10 +62,12 @@ struct VariantHooks {
                 2 +
             (grad_alibi ? 1 : 0)) *
                2 +
-           (grad_bias ? 1 : 0) + kBiasForms * 32 * (static_cast<int>(keys) * 2 + (shift ? 1 : 0));
+           (grad_bias ? 1 : 0) +
+           kBiasForms * 32 *
+               ((static_cast<int>(keys) * 2 + (shift ? 1 : 0)) * 2 + (bias_alone ? 1 : 0));
   }
 };
-inline constexpr int kVariantKernels = kBiasForms * 32 * 6;
+inline constexpr int kVariantKernels = kBiasForms * 32 * 12;
 
 VariantHooks variant_hooks(const ForwardProblem& problem);
 VariantHooks variant_hooks(const BackwardProblem& problem);
@@ -81,6 +86,9 @@ bool takes_raw_scores(const Variant& variant);
 // Ok, or what of the variant the hooks do not serve.
 Status variant_rule(const ForwardProblem& problem);
 Status variant_rule(const BackwardProblem& problem);
+
+// The shape of the kernel of a plan, with a place for a tile of its bias if it can have one.
+ForwardConfig forward_config(const ForwardPlan& plan);
 
 // The kernel with the hooks of a plan: a text for NVRTC. A plan without hooks has none.
 jit::Request variant_request(const ForwardPlan& plan);
@@ -144,10 +152,10 @@ class VariantKernels {
   std::map<std::array<std::int64_t, 5>, const jit::Kernel*> rare_;
 };
 
-// Of the gradient of the bias, which is contiguous in the bias's shape: distances, 0 along an axis
-// that the bias shares, and how many bytes it has.
-BiasLayout grad_bias_layout(const ForwardProblem& problem);
-std::size_t grad_bias_bytes(const ForwardProblem& problem);
+// Where the main kernel leaves the gradient of the bias: distances, and how many bytes that has. It
+// is the gradient itself, contiguous in the bias's shape, or with has_bias_parts() the workspace.
+BiasLayout grad_bias_layout(const BackwardProblem& problem);
+std::size_t grad_bias_bytes(const BackwardProblem& problem);
 
 // All but the gradients.
 attn::VariantParams variant_params(const ForwardProblem& problem, const VariantTensors& tensors);

@@ -16,7 +16,7 @@ const char* text_of(bool value) {
 
 // The type of the hooks, in the order of the formulas. The names Shape and kDType are those of the
 // text around.
-std::string forward_type(const KernelInfo& row, const VariantHooks& hooks) {
+std::string forward_type(const KernelInfo& row, const VariantHooks& hooks, bool bias_tile) {
   std::string type;
   const auto add = [&type](const std::string& hook) {
     type = type.empty() ? hook : "attn::Both<" + type + ", " + hook + ">";
@@ -24,9 +24,11 @@ std::string forward_type(const KernelInfo& row, const VariantHooks& hooks) {
   if (hooks.softcap) {
     add(std::string("attn::Softcap<") + text_of(needs_exact_softcap(row.dtype)) + ">");
   }
-  if (hooks.bias != BiasForm::none) {
+  if (bias_tile) {
+    add("attn::BiasTile<kDType, kTileK>");
+  } else if (hooks.bias != BiasForm::none) {
     const bool is_f32 = hooks.bias == BiasForm::single32 || hooks.bias == BiasForm::pair32;
-    const bool pairs = hooks.bias == BiasForm::pair16 || hooks.bias == BiasForm::pair32;
+    const bool pairs = hooks.bias != BiasForm::single16 && hooks.bias != BiasForm::single32;
     add(std::string("attn::Bias<") + (is_f32 ? "DType::f32" : "kDType") + ", " + text_of(pairs) +
         ", kTileK>");
   }
@@ -54,6 +56,12 @@ std::string walk_type(const VariantHooks& hooks, const char* listed, const char*
                    common::stored_mask_type(hooks.mask_forms, hooks.mask_clauses) + ">";
 }
 
+// Without a mask the keys that are nearest to the rows come first under ALiBi.
+const char* span_walk(const KernelInfo& row, const VariantHooks& hooks) {
+  const bool near = hooks.alibi && row.mask == MaskKind::full && !hooks.has_source();
+  return near ? "NearWalk<kTileK>" : "SpanWalk";
+}
+
 // The value of a KeySource.
 std::string source_of(const VariantHooks& hooks) {
   return std::string("KeySource{") + text_of(hooks.keys == KeyPlace::ranges) + ", " +
@@ -78,6 +86,7 @@ std::string grad_hooks(const KernelInfo& row, const VariantHooks& hooks) {
   add(hooks.dropout, "dropout = true");
   add(hooks.grad_alibi, "grad_alibi = true");
   add(hooks.grad_bias, "grad_bias = true");
+  add(hooks.bias_alone, "bias_alone = true");
   add(hooks.mask_forms != 0, "lists = true");
   add(hooks.has_expressions(), "user = 1");
   if (hooks.score != Expression::none) {
@@ -118,20 +127,23 @@ jit::Request variant_request(const ForwardPlan& plan) {
   const VariantHooks hooks = variant_hooks(plan.problem);
   const ForwardShapes shapes = forward_shapes(row.head_dim, row.head_dim_v, row.mask);
   const bool main = plan.tile_q == shapes.main.tile_q() && plan.tile_k == shapes.main.tile_k;
+  const bool bias_tile = forward_config(plan).bias_tile;
   jit::Request request = request_of(row, hooks);
   request.source =
       std::string("#include \"hopper/forward/kernel.cuh\"\n") + expression_text(row, hooks, false) +
-      kOpening + "using Shape = ForwardVariant<" + std::to_string(row.head_dim) + ", " +
-      std::to_string(row.head_dim_v) + ", MaskKind::" + mask_kind_name(row.mask) + ", " +
-      text_of(!main) + ">;\n" + "constexpr DType kDType = DType::" + dtype_name(row.dtype) + ";\n" +
-      "[[maybe_unused]] constexpr int kTileK = Shape::kConfig.tile_k;\n" +
-      "using Variant = " + forward_type(row, hooks) + ";\n" +
+      kOpening + "using Shape = " + (bias_tile ? "WithBiasTile<" : "") + "ForwardVariant<" +
+      std::to_string(row.head_dim) + ", " + std::to_string(row.head_dim_v) +
+      ", MaskKind::" + mask_kind_name(row.mask) + ", " + text_of(!main) +
+      (bias_tile ? ">>;\n" : ">;\n") + "constexpr DType kDType = DType::" + dtype_name(row.dtype) +
+      ";\n" + "[[maybe_unused]] constexpr int kTileK = Shape::kConfig.tile_k;\n" +
+      "using Variant = " + forward_type(row, hooks, bias_tile) + ";\n" +
       "extern \"C\" __global__ void __launch_bounds__(Shape::kConfig.threads(), 1)\n" +
       kVariantEntry + "(const __grid_constant__ ForwardMaps maps,\n" +
       "    const __grid_constant__ ForwardParams params,\n" +
       "    const __grid_constant__ attn::VariantParams variant) {\n" +
-      "  forward_body<Shape, kDType, Variant, " + walk_type(hooks, "ListWalk", "SpanWalk") + ", " +
-      source_of(hooks) + ">(maps, params, variant);\n" + "}\n" + kClosing;
+      "  forward_body<Shape, kDType, Variant, " +
+      walk_type(hooks, "ListWalk", span_walk(row, hooks)) + ", " + source_of(hooks) +
+      ">(maps, params, variant);\n" + "}\n" + kClosing;
   return request;
 }
 

@@ -52,6 +52,12 @@ PANTILE_DEVICE void copy_async_16_or_zero_if(bool wanted, std::uint32_t to, cons
       "l"(from), "r"(static_cast<int>(wanted)), "r"(exists ? 16 : 0), "l"(policy));
 }
 
+// The first `bytes` of 16, 0 to 16, and zeros after them.
+PANTILE_DEVICE void copy_async_16_of(std::uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(bytes));
+}
+
 // Four bytes, or zeros unless `exists`.
 PANTILE_DEVICE void copy_async_4_or_zero(std::uint32_t to, const void* from, bool exists) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),

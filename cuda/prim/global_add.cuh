@@ -1,5 +1,5 @@
-// Adds from registers into global memory without a returned value. PTX ISA, "red". The L2 cache
-// performs them; their order is not defined.
+// Adds and stores from registers into global memory, without a returned value. PTX ISA, "red". The
+// L2 cache performs them; their order is not defined.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,21 @@ namespace pantile::prim {
 
 PANTILE_DEVICE void global_add(float* to, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+
+PANTILE_DEVICE void global_store_if(bool wanted, float* to, float x) {
+  asm volatile(
+      "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;"
+      " @wanted st.global.f32 [%0], %1; }" ::"l"(to),
+      "f"(x), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
+// `to`, `count` times `step` bytes further, in one instruction.
+PANTILE_DEVICE float* advance(float* to, std::int32_t count, std::int32_t step) {
+  float* result;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(count), "r"(step), "l"(to));
+  return result;
 }
 
 PANTILE_DEVICE void global_add(int* to, int x) {

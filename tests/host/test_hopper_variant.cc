@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/integer.h"
+#include "hopper/backward/workspace.h"
 #include "hopper/mask.h"
 #include "hopper/plan.h"
 #include "hopper/variant.h"
@@ -72,10 +73,11 @@ TEST(HopperVariant, HooksHaveNumbersOfTheirOwn) {
   std::set<int> numbers;
   int count = 0;
   for (int bias = 0; bias < hopper::kBiasForms; ++bias) {
-    for (int bits = 0; bits < 192; ++bits) {
+    for (int bits = 0; bits < 384; ++bits) {
       hopper::VariantHooks hooks;
+      hooks.bias_alone = bits / 192 == 1;
       hooks.shift = bits / 32 % 2 == 1;
-      hooks.keys = static_cast<hopper::KeyPlace>(bits / 64);
+      hooks.keys = static_cast<hopper::KeyPlace>(bits / 64 % 3);
       hooks.bias = static_cast<hopper::BiasForm>(bias);
       hooks.softcap = (bits & 1) != 0;
       hooks.alibi = (bits & 2) != 0;
@@ -112,8 +114,49 @@ TEST(HopperVariant, HooksStandInTheOrderOfTheFormulas) {
   add_bias(&problem, DType::bf16);
   EXPECT_TRUE(holds(text_of(forward_plan(problem, row)),
                     "using Variant = attn::Both<attn::Both<attn::Both<attn::Softcap<false>, "
-                    "attn::Bias<kDType, true, kTileK>>, attn::Alibi<false, kTileK>>, "
+                    "attn::BiasTile<kDType, kTileK>>, attn::Alibi<false, kTileK>>, "
                     "attn::Dropout<kTileK>>;"));
+}
+
+TEST(HopperVariant, ABiasIsReadInTilesWhereItCanBe) {
+  const KernelInfo row = row_of(Pass::forward, DType::bf16, 128, MaskKind::causal);
+  ForwardProblem problem = causal(forward_problem());
+  add_bias(&problem, DType::bf16);
+  EXPECT_TRUE(holds(text_of(forward_plan(problem, row)),
+                    "using Shape = WithBiasTile<ForwardVariant<128, 128, MaskKind::causal, "
+                    "false>>;"));
+  EXPECT_TRUE(holds(text_of(forward_plan(problem, row)), "attn::BiasTile<kDType, kTileK>"));
+  const auto reads_pairs = [&](const ForwardProblem& other, const KernelInfo& of) {
+    const std::string text = text_of(forward_plan(other, of));
+    return holds(text, "attn::Bias<kDType, true, kTileK>") && !holds(text, "WithBiasTile");
+  };
+  EXPECT_FALSE(reads_pairs(problem, row));
+  for (std::int64_t BiasLayout::* stride :
+       {&BiasLayout::batch, &BiasLayout::head, &BiasLayout::query}) {
+    ForwardProblem other = problem;
+    other.variant.bias.*stride += 4;
+    EXPECT_TRUE(reads_pairs(other, row));
+  }
+  ForwardProblem far = problem;
+  far.variant.bias.query = std::int64_t{1} << 30;
+  EXPECT_TRUE(reads_pairs(far, row));
+  ForwardProblem narrow = problem;
+  narrow.variant.bias.base_align_bytes = 8;
+  EXPECT_TRUE(reads_pairs(narrow, row));
+  // Head dim 256 has no memory for it.
+  problem.head_dim = problem.head_dim_v = 256;
+  EXPECT_TRUE(reads_pairs(problem, row_of(Pass::forward, DType::bf16, 256, MaskKind::causal)));
+}
+
+TEST(HopperVariant, AlibiWithoutAMaskBeginsWithTheNearestKeys) {
+  ForwardProblem problem = forward_problem();
+  const KernelInfo full = row_of(Pass::forward, DType::bf16, 128, MaskKind::full);
+  const KernelInfo row = row_of(Pass::forward, DType::bf16, 128, MaskKind::causal);
+  problem.variant.has_alibi = true;
+  EXPECT_TRUE(holds(text_of(forward_plan(problem, full)), "Variant, NearWalk<kTileK>, "));
+  EXPECT_TRUE(holds(text_of(forward_plan(causal(problem), row)), "Variant, SpanWalk, "));
+  problem.variant.has_documents = true;
+  EXPECT_TRUE(holds(text_of(forward_plan(problem, full)), "Variant, ListWalk<"));
 }
 
 TEST(HopperVariant, TextsDependOnDtypeMaskAndAlignment) {
@@ -205,9 +248,10 @@ TEST(HopperVariant, RefusesByName) {
   shared.wants_grad_bias = true;
   EXPECT_TRUE(hopper::variant_rule(shared).ok());
   shared.deterministic = true;
-  EXPECT_TRUE(holds(hopper::variant_rule(shared).message(), "deterministic is true"));
-  shared.forward.variant.bias.batch = 8 * 1024 * 1024;
   EXPECT_TRUE(hopper::variant_rule(shared).ok());
+  shared.forward.variant.bias.query = 0;
+  EXPECT_TRUE(holds(hopper::variant_rule(shared).message(),
+                    "deterministic is true, and the bias is shared by queries"));
 }
 
 TEST(HopperVariant, MasksWalkLists) {
@@ -339,14 +383,39 @@ TEST(HopperVariant, GradientOfTheBiasHasItsShape) {
   ForwardProblem problem = forward_problem();  // batch 2, 8 heads, 1024 x 1024
   problem.variant.has_bias = true;
   problem.variant.bias = BiasLayout{0, 4096, 0, 16};  // a row a head
-  const BiasLayout layout = hopper::grad_bias_layout(problem);
+  BackwardProblem backward;
+  backward.forward = problem;
+  backward.wants_grad_bias = true;
+  const BiasLayout layout = hopper::grad_bias_layout(backward);
   EXPECT_EQ(layout.batch, 0);
   EXPECT_EQ(layout.head, 1024);
   EXPECT_EQ(layout.query, 0);
-  EXPECT_EQ(hopper::grad_bias_bytes(problem), 8u * 1024u * 4u);
-  problem.variant.bias = BiasLayout{1 << 30, 1 << 24, 2048, 16};
-  EXPECT_EQ(hopper::grad_bias_layout(problem).batch, 8 * 1024 * 1024);
-  EXPECT_EQ(hopper::grad_bias_bytes(problem), 2u * 8u * 1024u * 1024u * 4u);
+  EXPECT_EQ(hopper::grad_bias_bytes(backward), 8u * 1024u * 4u);
+  EXPECT_FALSE(hopper::variant_hooks(backward).bias_alone);
+  backward.forward.variant.bias = BiasLayout{1 << 30, 1 << 24, 2048, 16};
+  EXPECT_EQ(hopper::grad_bias_layout(backward).batch, 8 * 1024 * 1024);
+  EXPECT_EQ(hopper::grad_bias_bytes(backward), 2u * 8u * 1024u * 1024u * 4u);
+  EXPECT_TRUE(hopper::variant_hooks(backward).bias_alone);
+}
+
+TEST(HopperVariant, DeterministicGradientsOfASharedBiasHaveParts) {
+  BackwardProblem backward = backward_problem();  // 2 sequences, 8 heads, 1024 x 1024
+  add_bias(&backward.forward, DType::bf16);       // by all sequences
+  backward.wants_grad_bias = true;
+  const std::size_t plain = hopper::backward_workspace(backward, 128).bytes;
+  EXPECT_FALSE(hopper::has_bias_parts(backward));
+  EXPECT_FALSE(hopper::variant_hooks(backward).bias_alone);
+  backward.deterministic = true;
+  EXPECT_TRUE(hopper::has_bias_parts(backward));
+  EXPECT_TRUE(hopper::variant_hooks(backward).bias_alone);
+  EXPECT_EQ(hopper::grad_bias_layout(backward).batch, 8 * 1024 * 1024);
+  const hopper::BackwardWorkspace workspace = hopper::backward_workspace(backward, 128);
+  EXPECT_GE(workspace.bytes, workspace.bias_parts + hopper::grad_bias_bytes(backward));
+  EXPECT_GE(workspace.bias_parts, plain);
+  const KernelInfo row = row_of(Pass::backward, DType::bf16, 128, MaskKind::full);
+  EXPECT_TRUE(holds(text_of(backward_plan(backward, row)), ".bias_alone = true"));
+  backward.forward.batch = 1;
+  EXPECT_FALSE(hopper::has_bias_parts(backward));
 }
 
 }  // namespace

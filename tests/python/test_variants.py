@@ -632,6 +632,25 @@ def test_deterministic(target):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 70, 83), (1, 4, 70, 83), (2, 1, 70, 83), (2, 4, 70, 83), (2, 4, 1, 83)]
+)
+def test_deterministic_bias(target, shape):
+    """Its gradient has the same bits every time, whatever axes share an element."""
+    case = dense(target, target.default_dtype, rows=70, keys=83, head_dim=64)
+    generator = torch.Generator().manual_seed(1)
+    bias = torch.randn(shape, generator=generator).to(target.device, target.default_dtype)
+    given = {"bias": bias}
+    call = functools.partial(case.ours, options=target.options, deterministic=True)
+    serves(case, target, {**given, "deterministic": True}, True)
+    expected = assert_right(case, target, given)["bias"].double()
+    first = attend(call, case, given)["bias"]
+    error = (first.double() - expected).norm() / expected.norm()
+    assert error < 4 * torch.finfo(bias.dtype).eps
+    for _ in range(3):
+        assert torch.equal(attend(call, case, given)["bias"], first)
+
+
 # ---- NumPy
 
 

@@ -258,7 +258,7 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
   PANTILE_DEVICE void score_gradients(Fragment& dp, const Fragment& p, Fragment& s, int m, int row,
                                       const float* minus_delta) {
     if constexpr (kHooks.grads()) {
-      variant_[m].begin_notes(place(m, row));
+      variant_[m].begin_notes(variant_params_, place(m, row));
     }
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {

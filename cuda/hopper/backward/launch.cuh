@@ -64,8 +64,7 @@ class BackwardCall {
                          Config::kTileK, listed_work<kMask>(), workspace_, stream_)
             : Status();
     if (status.ok()) {
-      status = clear_variant_gradients(problem_, tensors_, at<float>(offsets_.slope_parts),
-                                       offsets_, stream_);
+      status = clear_variant_gradients(problem_, tensors_, offsets_, workspace_, stream_);
     }
     if (status.ok() && kSum == SumKind::integer && key_work_ > 0) {
       status = bound_keys<Config>();
@@ -333,7 +332,7 @@ class BackwardCall {
       }
       how.prepared = &kernel->prepared;
       attn::VariantParams variant =
-          backward_variant_params(problem_, tensors_, at<float>(offsets_.slope_parts), offsets_);
+          backward_variant_params(problem_, tensors_, offsets_, workspace_);
       if (hooks_.mask_forms != 0) {
         variant.lists = backward_lists(plan_).at(workspace_);
       }
@@ -377,7 +376,7 @@ class BackwardCall {
       const int slopes = params.heads * (params.by_batch ? params.batch : 1);
       status = launch_sum_slopes(launch_of(slopes, common::kVariantThreads), params);
     }
-    return status;
+    return status.ok() ? sum_bias_parts(problem_, tensors_, offsets_, workspace_, stream_) : status;
   }
 
   template <class Config, SumKind kSum>

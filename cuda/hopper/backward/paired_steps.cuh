@@ -213,7 +213,7 @@ class PairedSteps {
   // interleaved: each slice of S is dead after it.
   PANTILE_DEVICE void compute_dS() {
     if constexpr (kHooks.grads()) {
-      variant_.begin_notes(place());
+      variant_.begin_notes(variant_params_, place());
     }
     const std::uint32_t to = dS_store_ + buffer_ * static_cast<int>(sizeof(storage_.dS[0]));
 #pragma unroll

@@ -106,7 +106,7 @@ class ScoreGradients {
       release(storage_.grad.empty[cursor_.stage]);
     }
     if constexpr (kHooks.grads()) {
-      variant_.begin_notes(place_of<Config>(*key_tile_, tile_, 0));
+      variant_.begin_notes(variant_params_, place_of<Config>(*key_tile_, tile_, 0));
     }
     prim::wait(storage_.p_full, p_parity_);
     p_parity_ ^= 1;

@@ -34,6 +34,8 @@ struct ForwardConfig {
   bool o_apart = false;
   int k_stages = 2;
   int v_stages = 2;
+  // A place for each warp's part of a tile of a 16-bit bias (attn/bias_tile.cuh).
+  bool bias_tile = false;
 
   static constexpr int kTiles = 8;  // ring of tile descriptions
 
@@ -47,9 +49,10 @@ struct ForwardConfig {
   constexpr tile::PanelTile v_tile() const { return {tile_k, head_dim_v}; }
 
   // Tiles, then up to 1 KiB of barriers and descriptions, then 1 KiB to align the whole.
+  constexpr int bias_bytes() const { return bias_tile ? 2 * tile_q() * tile_k : 0; }
   constexpr int shared_bytes() const {
     return q_buffers * math_warpgroups * q_tile().bytes() + k_stages * k_tile().bytes() +
-           v_stages * v_tile().bytes() + (o_apart ? o_tile().bytes() : 0) +
+           v_stages * v_tile().bytes() + (o_apart ? o_tile().bytes() : 0) + bias_bytes() +
            2 * tile::kTileAlignment;
   }
 
@@ -120,6 +123,22 @@ constexpr ForwardShapes forward_shapes(int head_dim, int head_dim_v, MaskKind ma
   return {{256, 256, 64, 2, 1, 4, false, true}, {}, false};
 }
 
+// Whether a tile of a bias of 16 bits has a place beside those of a shape, and the shape with it.
+constexpr bool has_bias_tile(const ForwardConfig& config) {
+  return config.tile_k == 128 && config.math_warpgroups == 2 && config.output_in_q();
+}
+
+constexpr ForwardConfig with_bias_tile(ForwardConfig config) {
+  config.bias_tile = true;
+  const int columns = config.head_dim > config.head_dim_v ? config.head_dim : config.head_dim_v;
+  if (columns > tile::kPanelColumns) {
+    config.q_buffers = 2;
+    config.k_stages = 2;
+    config.v_stages = 2;
+  }
+  return config;
+}
+
 // Does the second shape serve these lengths better?
 constexpr bool prefers_other_shape(int head_dim, std::int64_t seqlen_q, std::int64_t seqlen_k) {
   if (head_dim <= 64) {
@@ -138,6 +157,13 @@ struct ForwardVariant {
                   : forward_shapes(kHeadDim, kHeadDimV, kMaskKind).main;
 };
 
+// The same with a place for a bias.
+template <class Shape>
+struct WithBiasTile {
+  static constexpr MaskKind kMask = Shape::kMask;
+  static constexpr ForwardConfig kConfig = with_bias_tile(Shape::kConfig);
+};
+
 namespace detail {
 constexpr bool all_shapes_valid() {
   const int dims[][2] = {{64, 64},   {80, 80},   {96, 96},  {128, 128},
@@ -147,6 +173,12 @@ constexpr bool all_shapes_valid() {
     for (const MaskKind mask : masks) {
       const ForwardShapes shapes = forward_shapes(dim[0], dim[1], mask);
       if (!shapes.main.valid() || (shapes.has_other && !shapes.other.valid())) {
+        return false;
+      }
+      if (has_bias_tile(shapes.main) && !with_bias_tile(shapes.main).valid()) {
+        return false;
+      }
+      if (has_bias_tile(shapes.other) && !with_bias_tile(shapes.other).valid()) {
         return false;
       }
     }

@@ -16,6 +16,7 @@
 // docs/experiments/hopper-forward.md.
 #pragma once
 
+#include "attn/bias_tile.cuh"
 #include "hopper/forward/guard.cuh"
 #include "hopper/forward/load.cuh"
 #include "hopper/forward/math.cuh"
@@ -64,6 +65,8 @@ PANTILE_DEVICE void forward_body(const ForwardMaps& maps, const ForwardParams& p
                                  const attn::VariantParams& variant_params) {
   constexpr ForwardConfig kConfig = Shape::kConfig;
   // Only where tiles may be partly hidden are finished ones scanned, and done again.
+  static_assert(Variant::kSharedBytes ==
+                (kConfig.bias_tile ? attn::bias_tile_bytes(kConfig.tile_k) : 0));
   static_assert(!Variant::kMasks || Shape::kMask == MaskKind::window);
   static_assert(32 * kGuardWarps == kUnusedRowThreads);
   static_assert(sizeof(ForwardStorage<kConfig>) + tile::kTileAlignment <= kConfig.shared_bytes());

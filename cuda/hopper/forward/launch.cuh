@@ -169,8 +169,8 @@ inline Status launch_forward_hooks(const ForwardShapes& shapes, const ForwardPla
     }
     variant.lists = lists.at(workspace);
   }
-  return launch_forward_kernel(main ? shapes.main : shapes.other, kernel->handle, kernel->prepared,
-                               plan, tensors, &variant, workspace, stream);
+  return launch_forward_kernel(forward_config(plan), kernel->handle, kernel->prepared, plan,
+                               tensors, &variant, workspace, stream);
 }
 
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>

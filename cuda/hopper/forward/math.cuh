@@ -62,16 +62,13 @@ class MathWarpgroup {
   }
 
  private:
-  static constexpr int kTileK = kConfig.tile_k;
+  static constexpr int kTileQ = kConfig.tile_q(), kTileK = kConfig.tile_k;
   static constexpr int kDimV = kConfig.head_dim_v;
-  static constexpr int kKStages = kConfig.k_stages;
-  static constexpr int kVStages = kConfig.v_stages;
+  static constexpr int kKStages = kConfig.k_stages, kVStages = kConfig.v_stages;
   static constexpr int kGroups = kConfig.math_warpgroups;
-  static constexpr int kTileQ = kConfig.tile_q();
   static constexpr int kQ = kConfig.q_buffers;
-  static constexpr bool kInQ = kConfig.output_in_q();
   static constexpr int kAhead = kConfig.ahead_groups;
-  static constexpr bool kOutputFirst = kConfig.output_first;
+  static constexpr bool kInQ = kConfig.output_in_q(), kOutputFirst = kConfig.output_first;
   // Rows of one tile may see different keys; steps that need the mask also come last.
   static constexpr bool kRowsDiffer = kMask != MaskKind::full || Walk::kListed;
   static constexpr bool kMaskedAtEnd = kMask == MaskKind::window && !Walk::kListed;
@@ -109,6 +106,7 @@ class MathWarpgroup {
       visit_begin_ = prim::uniform(next.visit_begin);
       full_begin_ = prim::uniform(next.full_begin);
     }
+    begin_variant(visit_end_ - 1);
   }
 
   // The last step of the current tile; only windows start later than at key 0.
@@ -162,14 +160,18 @@ class MathWarpgroup {
 
   // ---- variant
 
-  PANTILE_DEVICE void begin_variant() {
+  // For a tile whose first step is `step`; before its scores are waited for.
+  PANTILE_DEVICE void begin_variant(int step) {
     if constexpr (Variant::kAny) {
       const TileInfo& now = info(tile_);
       const int row = now.row0 + group_ * kRowsPerWarpgroup + tile::fragment_row(warp_, lane_);
-      variant_.begin(variant_params_,
-                     attn::FragmentPlace{now.batch, now.head, row,
-                                         position_of<kSource>(p_, now, row), now.rows, now.keys});
+      variant_.begin(
+          variant_params_,
+          attn::FragmentPlace{now.batch, now.head, row, position_of<kSource>(p_, now, row),
+                              now.rows, now.keys, s_.bias_part(group_, warp_)});
+      variant_.load_ahead(walk_.tile(step) * kTileK);
     }
+    fetch<true>(step);
   }
 
   // What the variant, and the mask of a listed step, need for the scores of step `step`.
@@ -184,12 +186,16 @@ class MathWarpgroup {
     }
   }
 
+  PANTILE_DEVICE void change_scores(int step) {
+    variant_.score(S);
+    if (Variant::kSharedBytes > 0 && step > visit_begin()) {
+      variant_.load_ahead(walk_.tile(step - 1) * kTileK);
+    }
+  }
+
   PANTILE_DEVICE auto logits() const {
     return variant_.logits(Variant::kAny ? variant_params_.unit : p_.scale_log2);
   }
-
-  // Is the first tile visited one that needs the mask? Under a causal mask it nearly always is.
-  PANTILE_DEVICE bool first_is_masked() const { return kRowsDiffer || visit_end_ > full_end_; }
 
   // P of the scores and its sums. `before`: the use of V whose product is in flight; none is when a
   // tile's first step runs alone.
@@ -256,10 +262,8 @@ class MathWarpgroup {
   PANTILE_DEVICE void begin_tile() {
     o_started_ = 0;
     v_guarded_ = clear_tail_ || (careful_ && visit_end_ > full_end_);
-    begin_variant();
-    fetch<true>(visit_end_ - 1);
-    variant_.score(S);
-    if (first_is_masked()) {
+    change_scores(visit_end_ - 1);
+    if (kRowsDiffer || visit_end_ > full_end_) {  // under a causal mask nearly always
       mask(visit_end_ - 1);
     }
     softmax_.start(S, logits());
@@ -291,7 +295,7 @@ class MathWarpgroup {
     if (!kInQ && key_tile == visit_begin()) {
       release(s_.q_empty[0]);
     }
-    variant_.score(S);
+    change_scores(key_tile);
     if constexpr (kMasked) {
       mask(key_tile);
     }
@@ -384,11 +388,8 @@ class MathWarpgroup {
   }
 
   PANTILE_DEVICE void finish_rows(std::uint32_t tile) {
-    if constexpr (Variant::kAny) {
-      hopper::finish_rows(p_, info(tile), softmax_, variant_params_.logit_scale, inverse_);
-    } else {
-      hopper::finish_rows(p_, info(tile), softmax_, p_.scale, inverse_);
-    }
+    const float logit_scale = Variant::kAny ? variant_params_.logit_scale : p_.scale;
+    hopper::finish_rows(p_, info(tile), softmax_, logit_scale, inverse_);
     if constexpr (Variant::kDrops) {
       inverse_[0] *= variant_params_.keep_scale;
       inverse_[1] *= variant_params_.keep_scale;
@@ -430,8 +431,7 @@ class MathWarpgroup {
   int group_, warp_, lane_;  // math warpgroup, warp in it, lane
   Products<kConfig, kDType, kMask> products_;
 
-  float O[kDimV / 2];
-  float S[kTileK / 2];
+  float O[kDimV / 2], S[kTileK / 2];
   attn::OnlineSoftmax<kTileK / 2> softmax_;
   float inverse_[2];  // of the row sums of the finished tile
   Variant variant_;

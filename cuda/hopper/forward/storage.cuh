@@ -103,8 +103,26 @@ struct LoaderState {
   bool has_claim;          // on work that no tile has been described for
 };
 
+// A tile of a bias, where variants have one: the part of each math warp.
+template <ForwardConfig kConfig, bool kHasOne = kConfig.bias_tile>
+struct BiasStorage {
+  PANTILE_DEVICE static std::uint32_t bias_part(int, int) { return 0; }
+};
+
 template <ForwardConfig kConfig>
-struct ForwardStorage {
+struct BiasStorage<kConfig, true> {
+  static constexpr int kWarps = 4;  // of a warpgroup
+  static constexpr int kBytes = kConfig.bias_bytes() / kConfig.math_warpgroups / kWarps;
+
+  alignas(tile::kTileAlignment) unsigned char bias[kConfig.math_warpgroups][kWarps][kBytes];
+
+  PANTILE_DEVICE std::uint32_t bias_part(int group, int warp) const {
+    return prim::shared_address(bias[group][warp]);
+  }
+};
+
+template <ForwardConfig kConfig>
+struct ForwardStorage : BiasStorage<kConfig> {
   static constexpr int kGroups = kConfig.math_warpgroups;
   static constexpr int kOrders = kConfig.v_stages;  // fewer, and a phase could pass unseen
   using Byte = unsigned char;

@@ -2,6 +2,9 @@
 // numbered by how many come after them. A walk is a type:
 //
 //   SpanWalk   consecutive tiles: causal masks, windows, no mask. A step's number is its tile
+//   NearWalk   all tiles, from the one that the rows' positions lie in down, and around. Scores
+//   that
+//              fall with the distance have their largest there, and need no other shift later
 //   ListWalk   tiles of a list in global memory (attn/tile_mask.h), from the list's end. Its first
 //              steps, those from full_end on, need the mask, which `Mask` is asked for
 //              (attn/tile_mask.cuh); the others have none
@@ -83,6 +86,30 @@ struct SpanWalk {
   PANTILE_DEVICE static void fetch(const TileInfo&, int, int, int) {}
   template <int kCount>
   PANTILE_DEVICE static void hide(float (&)[kCount]) {}
+};
+
+// A ragged last tile comes before all others, as it needs the mask. Without a mask only.
+template <int kTileKeys>
+struct NearWalk : SpanWalk {
+  PANTILE_DEVICE explicit NearWalk(const attn::VariantParams& params) : SpanWalk(params) {}
+
+  template <int kTileRows>
+  PANTILE_DEVICE void begin(const ForwardParams&, const TileInfo& info) {
+    const bool ragged = info.full_end < info.visit_end;
+    around_ = prim::uniform(ragged ? info.visit_end - 1 : info.visit_end);
+    const int position = info.row0 + kTileRows - 1 + info.keys - info.rows;
+    const int first = core::clamp(position / kTileKeys, 0, core::max_of(around_ - 1, 0));
+    turn_ = prim::uniform(first - (around_ - 1));
+  }
+
+  PANTILE_DEVICE int tile(int step) const {
+    const int turned = step + turn_;
+    return step == around_ ? step : turned < 0 ? turned + around_ : turned;
+  }
+
+ private:
+  int around_;  // tiles that take turns
+  int turn_;    // what a step's number is less than its tile, or `around_` more
 };
 
 template <class Mask>
