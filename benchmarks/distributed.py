@@ -111,9 +111,8 @@ def plan_of(bounds: list[int], **named) -> pd.Plan:
     return pd.plan(**given, causal=True, **named)
 
 
-def check(bounds: list[int], name: str, named: dict, truth_tokens: int) -> dict:
-    """Bits of O and LSE, and errors of gradients, beside those of one GPU; up to so many tokens
-    also beside float32."""
+def check(bounds: list[int], name: str, named: dict) -> dict:
+    """Bits of O and LSE, and errors of gradients, beside those of one GPU."""
     *operands, grad_o = whole_tensors(bounds[-1])
     deterministic = bool(named.get("deterministic"))
     forward, leaves = on_one_gpu([x.clone() for x in operands], bounds, deterministic)
@@ -134,7 +133,7 @@ def check(bounds: list[int], name: str, named: dict, truth_tokens: int) -> dict:
     for field, mine, whole in zip(("o", "lse", "dq", "dk", "dv"), ours, single, strict=True):
         his = whole.index_select(1 if field == "lse" else 0, index)
         line[field] = [bool(torch.equal(mine, his)), relative(mine, his)]
-    if bounds[-1] <= truth_tokens:
+    if bounds[-1] <= 8192:  # against float32
         truth_forward, leaves = on_one_gpu([x.float() for x in operands], bounds)
         o, _ = truth_forward()
         o.backward(grad_o.float().view_as(o))
@@ -504,8 +503,7 @@ def bars(lines: list[dict]) -> list[dict]:
 
 
 def _heads(text: str) -> tuple[int, int]:
-    queries, _, keys = text.partition("/")
-    return int(queries), int(keys)
+    return tuple(map(int, text.split("/", 1)))
 
 
 def _arguments() -> argparse.Namespace:
@@ -515,9 +513,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON lines")
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768], help="of a rank")
     parser.add_argument("--check", type=int, nargs="*", default=[4096, 16384, 65536])
-    parser.add_argument(
-        "--truth", type=int, default=8192, help="tokens up to which to check errors"
-    )
     parser.add_argument("--heads", type=_heads, default=(64, 8), help="queries/keys")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=9)
@@ -528,10 +523,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def with_kind(line: dict) -> dict:
-    """As tools/results_docs.py reads it: run, check, speed, host, bar or stopped."""
-    named = {"device": "run", "host_us": "host"}
-    field = next(f for f in ("device", "host_us", "check", "speed", "bar", "stopped") if f in line)
-    return {"kind": named.get(field, field)} | line
+    """As tools/results_docs.py reads it: run, check, speed, host_us, bar or stopped."""
+    field = next(f for f in ("device", "check", "speed", "host_us", "bar", "stopped") if f in line)
+    return {"kind": "run" if field == "device" else field} | line
 
 
 def joined(files: Sequence[pathlib.Path]) -> list[dict]:
@@ -552,21 +546,20 @@ def started() -> None:
 
 def cells_of(arguments: argparse.Namespace, emit) -> list[Callable[[], None]]:
     """The shortest checks come first, then all speeds, then the other checks."""
-    checks, timings, size, truth = [], [], dist.get_world_size(), arguments.truth
+    checks, timings, size = [], [], dist.get_world_size()
     for tokens in arguments.check if "ours" in arguments.parts else ():
         for bounds in ([0, tokens], documents(tokens)):
             for name, named in METHODS.items():
                 if "group" not in name:
-                    checks.append(lambda b=bounds, n=name, m=named: emit(check(b, n, m, truth)))
+                    checks.append(lambda b=bounds, n=name, m=named: emit(check(b, n, m)))
     for tokens in sorted(arguments.tokens, reverse=True):
         for bounds in ([0, tokens * size], documents(tokens * size)):
-            if len(bounds) > 2 and not SERVE_DOCUMENTS.intersection(arguments.parts):
-                continue
-            timings.append(lambda b=bounds: speed(b, arguments.parts, emit))
+            if len(bounds) == 2 or SERVE_DOCUMENTS.intersection(arguments.parts):
+                timings.append(lambda b=bounds: speed(b, arguments.parts, emit))
     if "ours" in arguments.parts:
         timings.append(lambda: host_times(emit))
     few = 2 * sum("group" not in name for name in METHODS)
-    return [*checks[:few], *timings, *checks[few:]]
+    return checks[:few] + timings + checks[few:]
 
 
 def main() -> None:

@@ -70,17 +70,15 @@ struct OnlineSoftmax {
     }
   }
 
-  // Rows that had nothing to see in the steps before, and do now.
+  // Rows that had nothing to see in the steps before, and do now. As in start(), the first scores
+  // give the shift where the row sees one of them: a row has the same shift, and so the same bits,
+  // in whichever step of its tile of rows its first keys come.
   template <class Logits>
   PANTILE_DEVICE void open(const float (&S)[kCount], const Logits& logits) {
-    const bool unseen = shift[0] == kMaskedScore || shift[1] == kMaskedScore;
-    if (__any_sync(prim::kAllLanes, unseen)) {
-      float largest[2];
-      find_max<kColumnGroups>(S, logits, largest);
-      tile::quad_max(largest);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        shift[i] = shift[i] == kMaskedScore ? logits.shift_of(largest[i]) : shift[i];
+    if (__any_sync(prim::kAllLanes, unseen())) {
+      open_by<kStartGroups>(S, logits);
+      if (__any_sync(prim::kAllLanes, unseen())) {
+        open_by<kColumnGroups>(S, logits);
       }
     }
   }
@@ -162,6 +160,22 @@ struct OnlineSoftmax {
   }
 
  private:
+  PANTILE_DEVICE bool unseen() const {
+    return shift[0] == kMaskedScore || shift[1] == kMaskedScore;
+  }
+
+  // By the largest of the first kGroups groups of 8 columns.
+  template <int kGroups, class Logits>
+  PANTILE_DEVICE void open_by(const float (&S)[kCount], const Logits& logits) {
+    float largest[2];
+    find_max<kGroups>(S, logits, largest);
+    tile::quad_max(largest);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      shift[i] = shift[i] == kMaskedScore ? logits.shift_of(largest[i]) : shift[i];
+    }
+  }
+
   // `bases`: of the thread's two rows, see base().
   template <class Logits>
   static PANTILE_DEVICE float weight(float score, int e, const Logits& logits,

@@ -22,8 +22,8 @@ from pantile._schema import lengths_of
 
 Tensor = torch.Tensor
 
-_Spec = _torch_private.find("torch.distributed.tensor._dtensor_spec.DTensorSpec")
-_Meta = _torch_private.find("torch.distributed.tensor._dtensor_spec.TensorMeta")
+_Spec = _torch_private.look_up_feature("torch.distributed.tensor._dtensor_spec.DTensorSpec")
+_Meta = _torch_private.look_up_feature("torch.distributed.tensor._dtensor_spec.TensorMeta")
 _KNOWN = AVAILABLE and None not in (_Spec, _Meta)
 # Of [batch, seq, heads, dim], and where these axes are in LSE [batch, heads, seq] and in max_logit
 # [batch, heads].

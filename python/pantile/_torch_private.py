@@ -45,7 +45,7 @@ def find(path: str) -> Any:
         return None
 
 
-def _look_up_feature(path: str) -> Any:
+def look_up_feature(path: str) -> Any:
     """The same of a name that only one feature needs, which refuses then; it is not `missing`."""
     try:
         return _look_up(path)
@@ -122,7 +122,7 @@ def without_autocast(device_type: str, name: str) -> Any:
 
 # ---- FP8 operands in torch's scaled_dot_product_attention
 
-allow_fp8_attention = _look_up_feature("torch._C._set_sdp_use_fa3")
+allow_fp8_attention = look_up_feature("torch._C._set_sdp_use_fa3")
 
 # ---- forward mode
 
