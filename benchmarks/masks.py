@@ -10,18 +10,18 @@ our lists is part of every call; FlexAttention's block mask is made before."""
 from __future__ import annotations
 
 import argparse
-import json
-import pathlib
+from collections.abc import Iterator
 
 import pantile
 import torch
-from pantile.bench import measure
+from pantile.bench import harness
 from torch.nn.attention import flex_attention
 from variants import compiled_flex, contender
 
 SHAPES = ((4, 4096), (1, 16384))  # batch, length
 HIDDEN = 2048
 BLOCK = 128
+FLEX = "FlexAttention"
 WINDOW = 1024
 DOCUMENTS = 8
 CASES = (
@@ -119,12 +119,12 @@ def line_of(
     }
     if case == "band":
         calls["window"] = lambda: pantile.attention(*leaves, window=(WINDOW, 0))
-    absent, running = {}, []
-    for name, call in calls.items():
-        try:
-            running.append(contender(name, what, call, leaves, grad_o))
-        except (ValueError, NotImplementedError, RuntimeError) as error:
-            absent[name] = str(error).splitlines()[0]
+    absent: dict[str, str] = {}
+    makers = {
+        name: lambda name=name, call=call: contender(name, what, call, leaves, grad_o)
+        for name, call in calls.items()
+    }
+    running = harness.running(makers, absent, harness.OURS_REFUSES)
     if flex:
         swapped = tuple(
             x.detach().transpose(1, 2).requires_grad_(what == "backward") for x in inputs
@@ -133,60 +133,45 @@ def line_of(
         mask = flex_attention.create_block_mask(
             shows, None, heads if case.startswith("random") else None, length, length, "cuda"
         )
-        try:
-            running.append(
-                contender(
-                    "FlexAttention",
-                    what,
-                    lambda: compiled_flex()(*swapped, block_mask=mask),
-                    swapped,
-                    grad_o.transpose(1, 2),
-                )
-            )
-        except Exception as error:  # torch's compiler raises types of its own
-            absent["FlexAttention"] = str(error).splitlines()[0]
+
+        def call():
+            return compiled_flex()(*swapped, block_mask=mask)
+
+        grad = grad_o.transpose(1, 2)
+        makers = {FLEX: lambda: contender(FLEX, what, call, swapped, grad)}
+        running += harness.running(makers, absent)
     if warm:
         return {**line, "kind": "warm", "absent": absent}
-    measure.interleave(running, rounds=5, round_ms=8.0)
-    line["ms"] = {c.name: round(c.median(), 5) for c in running}
-    line["absent"] = absent
-    ms = line["ms"]
+    ms = harness.medians(running)
     own = ms.get("pantile")
-    line["over_full"] = own and "full" in ms and round(own / ms["full"], 4)
-    line["over_window"] = own and "window" in ms and round(own / ms["window"], 4)
-    line["ahead_of_flex"] = own and "FlexAttention" in ms and round(ms["FlexAttention"] / own, 3)
+    line |= {"ms": ms, "absent": absent}
+    line["over_full"] = harness.quotient(own, ms.get("full"), 4)
+    line["over_window"] = harness.quotient(own, ms.get("window"), 4)
+    line["ahead_of_flex"] = harness.quotient(ms.get(FLEX), own)
     return line
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--passes", default="forward,backward")
-    parser.add_argument("--head-dims", default="64,128")
-    parser.add_argument("--no-flex", action="store_true")
-    parser.add_argument("--warm", action="store_true", help="compile, but time nothing")
-    given = parser.parse_args()
-    lines = [
-        {
-            "kind": "run",
-            "commit": measure.commit(),
-            "commands": [measure.command()],
-            "torch": torch.__version__,
-            "state_before": measure.gpu_state(),
-        }
-    ]
-    for what in given.passes.split(","):
-        for case in given.cases.split(","):
-            for head_dim in map(int, given.head_dims.split(",")):
+def lines_of(given: argparse.Namespace) -> Iterator[dict]:
+    yield harness.header()
+    for what in given.passes:
+        for case in given.cases:
+            for head_dim in given.head_dims:
                 for batch, length in SHAPES:
-                    line = line_of(
+                    yield line_of(
                         case, head_dim, batch, length, what, not given.no_flex, given.warm
                     )
-                    print(json.dumps(line), flush=True)
-                    lines.append(line)
-                    if given.out and not given.warm:
-                        given.out.write_text("".join(json.dumps(x) + "\n" for x in lines))
+
+
+def main() -> None:
+    p = harness.parser(__doc__)
+    p.add_argument("--cases", type=harness.words, default=list(CASES))
+    p.add_argument("--passes", type=harness.words, default=["forward", "backward"])
+    p.add_argument("--head-dims", type=harness.numbers, default=[64, 128])
+    p.add_argument("--no-flex", action="store_true")
+    p.add_argument("--warm", action="store_true", help="compile, but time nothing")
+    given = p.parse_args()
+    harness.require_gpu()
+    harness.emit(None if given.warm else given.out, lines_of(given))
 
 
 if __name__ == "__main__":

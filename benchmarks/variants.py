@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
-import pathlib
 import time
+from collections.abc import Iterator
 
 import pantile
 import torch
 import torch.nn.functional as F
-from pantile.bench import measure
+from pantile.bench import harness
 from pantile.bench.measure import Contender, repeat
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
@@ -37,10 +36,17 @@ SOFTCAP, DROPOUT = 50.0, 0.1
 RELATIVE = 512  # distances of the table of a relative expression
 EXPRESSION = " expression"
 LEARNED = "learned "  # with the gradient of the variant's tensor
-DEFAULT_VARIANTS = (
-    "softcap,ALiBi,dropout,bias,learned bias,sinks,softcap expression,ALiBi expression,"
-    "relative expression"
-)
+DEFAULT_VARIANTS = [
+    "softcap",
+    "ALiBi",
+    "dropout",
+    "bias",
+    "learned bias",
+    "sinks",
+    "softcap expression",
+    "ALiBi expression",
+    "relative expression",
+]
 PEERS = ("FlexAttention", "cuDNN (torch)", "FA2 (torch)")
 
 
@@ -245,29 +251,26 @@ def line_of(
             absent[name] = str(error).splitlines()[0]
     if warm:
         return {**line, "kind": "warm", "absent": absent}
-    measure.interleave(running, rounds=5, round_ms=8.0)
-    line["ms"] = {c.name: round(c.median(), 5) for c in running}
-    line["absent"] = absent
-    best = min((c.median() for c in running if c.name in PEERS), default=None)
-    own = line["ms"].get("pantile")
-    by_hand_ms = line["ms"].get("by hand")
-    line["over_hook"] = own and by_hand_ms and round(own / by_hand_ms, 3)
-    line["over_plain"] = own and round(own / line["ms"]["plain"], 3)
-    line["ahead_of_best_peer"] = own and best and round(best / own, 3)
+    ms = harness.medians(running)
+    own = ms.get("pantile")
+    best = min((ms[name] for name in PEERS if name in ms), default=None)
+    line |= {"ms": ms, "absent": absent}
+    line["over_hook"] = harness.quotient(own, ms.get("by hand"))
+    line["over_plain"] = harness.quotient(own, ms["plain"])
+    line["ahead_of_best_peer"] = harness.quotient(best, own)
     return line
 
 
 def cells_of(given: argparse.Namespace) -> list[tuple]:
     """(variant, head dim, batch, length, causal, pass) of the lines that are asked for."""
-    lengths = [int(x) for x in given.lengths.split(",")]
     cells = [
         (variant, head_dim, batch, length, mask == "causal", what)
-        for what in given.passes.split(",")
-        for variant in given.variants.split(",")
-        for head_dim in map(int, given.head_dims.split(","))
+        for what in given.passes
+        for variant in given.variants
+        for head_dim in given.head_dims
         for batch, length in SHAPES
-        for mask in given.masks.split(",")
-        if length in lengths
+        for mask in given.masks
+        if length in given.lengths
     ]
     part, parts = map(int, given.part.split("/"))
     if not 1 <= part <= parts:
@@ -275,32 +278,24 @@ def cells_of(given: argparse.Namespace) -> list[tuple]:
     return cells[part - 1 :: parts]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--variants", default=DEFAULT_VARIANTS)
-    parser.add_argument("--passes", default="forward,backward")
-    parser.add_argument("--head-dims", default="64,128")
-    parser.add_argument("--lengths", default="4096,16384")
-    parser.add_argument("--masks", default="causal,full")
-    parser.add_argument("--part", default="1/1", help="which lines, such as 3/8")
-    parser.add_argument("--warm", action="store_true", help="compile, but time nothing")
-    given = parser.parse_args()
-    lines = [
-        {
-            "kind": "run",
-            "commit": measure.commit(),
-            "commands": [measure.command()],
-            "torch": torch.__version__,
-            "cudnn": torch.backends.cudnn.version(),
-            "state_before": measure.gpu_state(),
-        }
-    ]
+def lines_of(given: argparse.Namespace) -> Iterator[dict]:
+    yield harness.header()
     for cell in cells_of(given):
-        lines.append(line_of(*cell, given.warm))
-        print(json.dumps(lines[-1]), flush=True)
-        if given.out and not given.warm:  # as far as it came, should it be stopped
-            given.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        yield line_of(*cell, given.warm)
+
+
+def main() -> None:
+    p = harness.parser(__doc__)
+    p.add_argument("--variants", type=harness.words, default=DEFAULT_VARIANTS)
+    p.add_argument("--passes", type=harness.words, default=["forward", "backward"])
+    p.add_argument("--head-dims", type=harness.numbers, default=[64, 128])
+    p.add_argument("--lengths", type=harness.numbers, default=[4096, 16384])
+    p.add_argument("--masks", type=harness.words, default=["causal", "full"])
+    p.add_argument("--part", default="1/1", help="which lines, such as 3/8")
+    p.add_argument("--warm", action="store_true", help="compile, but time nothing")
+    given = p.parse_args()
+    harness.require_gpu()
+    harness.emit(None if given.warm else given.out, lines_of(given))
 
 
 if __name__ == "__main__":

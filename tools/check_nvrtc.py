@@ -14,6 +14,7 @@ import pathlib
 import resource
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from pantile import _C, _jit
@@ -34,20 +35,23 @@ def problems(row: dict[str, Any], made: dict[str, Any]) -> list[str]:
     return [f"{row['name']}: {problem}" for problem in found]
 
 
+def compiled(row: dict[str, Any]) -> dict[str, Any]:
+    source = {key: value for key, value in row.items() if key != "spills"}
+    with tempfile.TemporaryDirectory() as folder:
+        return _C.compile_kernel(folder=folder, **source)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=pathlib.Path)
     os.environ["PANTILE_NVRTC"] = str(parser.parse_args().folder / CUDA_13)
     rows = _jit.read_toml(LIST)["kernel"]
-    wrong, made = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for row in rows:
-            source = {key: value for key, value in row.items() if key != "spills"}
-            made.append(_C.compile_kernel(folder=folder, **source))
-            wrong += problems(row, made[-1])
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        made = list(pool.map(compiled, rows))
+    wrong = [problem for pair in zip(rows, made, strict=True) for problem in problems(*pair)]
     _jit.print_facts(made)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(f"peak memory of the process: {peak} MB")
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
+    print(f"peak memory of a process: {peak} MB")
     for problem in wrong:
         print(problem)
     return 1 if wrong else 0
