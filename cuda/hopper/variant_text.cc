@@ -46,18 +46,20 @@ std::string forward_type(const KernelInfo& row, const VariantHooks& hooks) {
   return type.empty() ? "attn::NoVariant" : type;
 }
 
-// The type of the walk: `listed` of the mask, or `plain`.
-std::string walk_type(const VariantHooks& hooks, const char* listed, const char* plain) {
-  return hooks.mask_forms == 0
-             ? plain
-             : std::string(listed) + "<" +
-                   common::stored_mask_type(hooks.mask_forms, hooks.mask_clauses) + ">";
-}
-
 // The value of a KeySource.
 std::string source_of(const VariantHooks& hooks) {
   return std::string("KeySource{") + text_of(hooks.keys == KeyPlace::ranges) + ", " +
          text_of(hooks.keys == KeyPlace::pages) + ", " + text_of(hooks.shift) + "}";
+}
+
+// The type of the walk: `listed` of the mask and of where keys lie, or `plain`.
+std::string walk_type(const VariantHooks& hooks, const char* listed, const char* plain) {
+  if (hooks.mask_forms == 0) {
+    return plain;
+  }
+  return std::string(listed) + "<" +
+         common::stored_mask_type(hooks.mask_forms, hooks.mask_clauses) +
+         (hooks.has_source() ? ", " + source_of(hooks) : "") + ">";
 }
 
 // The value of an attn::GradHooks.
