@@ -213,14 +213,6 @@ Status variant_rule(const ForwardProblem& problem, const DeviceProps& device) {
                          "; with dropout this kernel needs multiples of 16",
                          variant.query_offset, variant.key_offset);
   }
-  if (hooks.has_source() && (hooks.has_expressions() || hooks.mask_forms != 0)) {
-    return Status::error(StatusCode::unsupported,
-                         "%s is given beside a mask or a score; this kernel has k_begin, "
-                         "block_table and mask_shift without them only",
-                         hooks.ranges  ? "k_begin"
-                         : hooks.pages ? "block_table"
-                                       : "mask_shift");
-  }
   return common::score_rule(variant);
 }
 

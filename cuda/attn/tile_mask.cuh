@@ -28,6 +28,7 @@ namespace pantile::attn {
 struct MaskPlace {
   int batch, head;
   int rows, keys;  // of the sequence
+  int shift;       // query i sits at key position i + shift
 };
 
 enum class Sight { none, some, all };
@@ -149,7 +150,7 @@ PANTILE_DEVICE Seen see_documents(const MaskParams& p, const MaskPlace& at, cons
 
 // Keys that a row sees: those of the prefix, and those up to its own position.
 PANTILE_DEVICE int prefix_end(const MaskParams& p, const MaskPlace& at, int row) {
-  return core::max_of(p.prefixes[at.batch * p.prefixes_batch], row + at.keys - at.rows + 1);
+  return core::max_of(p.prefixes[at.batch * p.prefixes_batch], row + at.shift + 1);
 }
 
 PANTILE_DEVICE Seen see_prefix(const MaskParams& p, const MaskPlace& at, const core::Span& rows,

@@ -341,7 +341,7 @@ struct MaskedPairs : SomeVariant {
 
   PANTILE_DEVICE void begin(const VariantParams& p, const FragmentPlace& at) {
     mask = &p.mask;
-    place = MaskPlace{at.batch, at.head, at.rows, at.keys};
+    place = MaskPlace{at.batch, at.head, at.rows, at.keys, at.position - at.row};
     row = at.row;
   }
   PANTILE_DEVICE void fetch(const VariantParams&, int key) { column = key; }

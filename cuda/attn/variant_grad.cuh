@@ -179,7 +179,8 @@ class GradVariant : UserState<kHooks.user> {
   PANTILE_DEVICE void ask(const VariantParams& p, const TransposedPlace& at) {
     if constexpr (kHooks.stored_forms != 0) {
       StoredMask<kHooks.stored_forms, kHooks.stored_clauses>::template fragment<true, kQueries / 8>(
-          p.mask, MaskPlace{batch_, head_, at.rows, at.keys}, at.row, at.key, shown_);
+          p.mask, MaskPlace{batch_, head_, at.rows, at.keys, at.keys - at.rows}, at.row, at.key,
+          shown_);
     }
   }
 

@@ -29,6 +29,7 @@ struct ListParams {
   attn::MaskParams mask;
   attn::TileLists lists;
   core::SequenceSide queries, keys;  // lengths only
+  const std::int32_t* mask_shift;    // [batch], forward; null: masks end at the bottom right
   TileNumbers numbers;               // of the tiles that have lists
   int window_left, window_right;
   int tile_rows, tile_keys;
@@ -37,7 +38,7 @@ struct ListParams {
 // Where a list's tile lies.
 struct ListedTile {
   attn::MaskPlace at;
-  core::Mask mask;           // of the window; backward: of the attended part
+  core::ShiftedMask mask;    // of the window; backward: of the attended part
   int first_row, first_key;  // backward: where that part begins, else 0
   int tile;                  // of its sequence
 };
@@ -49,15 +50,19 @@ PANTILE_DEVICE ListedTile locate_list(const ListParams& p, int number, int head)
   listed.tile = number - p.numbers.first(batch);
   const int rows = core::locate_sequence(p.queries, batch).length;
   const int keys = core::locate_sequence(p.keys, batch).length;
-  listed.at = attn::MaskPlace{batch, head, rows, keys};
-  listed.mask = core::Mask{rows, keys, p.window_left, p.window_right};
+  const core::Mask mask{rows, keys, p.window_left, p.window_right};
+  listed.mask = core::with_shift(mask, mask.shift());
   listed.first_row = listed.first_key = 0;
   if constexpr (kTransposed) {
-    const Attended part = attended_part(listed.mask);
+    const Attended part = attended_part(mask);
     listed.first_row = part.first_row;
     listed.first_key = part.first_key;
-    listed.mask = part.mask;
+    listed.mask = core::with_shift(part.mask, part.mask.shift());
+  } else if (p.mask_shift != nullptr) {
+    listed.mask = core::with_shift(mask, p.mask_shift[batch]);
   }
+  listed.at =
+      attn::MaskPlace{batch, head, rows, keys, kTransposed ? mask.shift() : listed.mask.shift()};
   return listed;
 }
 
@@ -132,7 +137,7 @@ class ListWriter {
 
 // Backward: whether all of `keys` are seen by all rows of tile `tile`. Rows past the end do not
 // count: their weights are 0.
-PANTILE_DEVICE bool all_see(const core::Mask& mask, const core::Span& keys, int tile_rows,
+PANTILE_DEVICE bool all_see(const core::ShiftedMask& mask, const core::Span& keys, int tile_rows,
                             int tile) {
   const core::Span first = core::visible_rows(mask, keys.begin);
   const core::Span last = core::visible_rows(mask, keys.end - 1);

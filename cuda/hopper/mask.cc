@@ -12,7 +12,7 @@ using core::ceil_div;
 // Whether sequences, or heads, have lists of their own.
 bool differs_by_batch(const ForwardProblem& p) {
   const Variant& v = p.variant;
-  return p.has_seqused_q || p.has_seqused_k || p.packed_q || p.packed_k ||
+  return p.has_seqused_q || p.has_seqused_k || p.has_mask_shift || p.packed_q || p.packed_k ||
          v.block_mask.batch != 0 || v.mask.batch != 0 || v.mask_queries != 0 || v.mask_keys != 0 ||
          v.mask_prefixes != 0;
 }

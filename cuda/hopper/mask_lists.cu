@@ -34,6 +34,7 @@ Status make_lists(bool backward, const ForwardProblem& problem, const ForwardTen
   params.numbers = common::TileNumbers{own, static_cast<int>(problem.batch),
                                        static_cast<int>(core::ceil_div<std::int64_t>(length, own)),
                                        backward ? tensors.cu_seqlens_k : tensors.cu_seqlens_q};
+  params.mask_shift = problem.has_mask_shift ? tensors.mask_shift : nullptr;
   params.window_left = window.left;
   params.window_right = window.right;
   params.tile_rows = tile_q;

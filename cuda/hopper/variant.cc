@@ -141,15 +141,6 @@ Status variant_rule(const ForwardProblem& problem) {
                          "; this kernel needs multiples of 16",
                          variant.query_offset, variant.key_offset);
   }
-  const VariantHooks hooks = variant_hooks(problem);
-  if (hooks.has_source() && (hooks.mask_forms != 0 || hooks.has_expressions())) {
-    return Status::error(kUnsupported,
-                         "%s is given beside a mask or a score; this kernel has k_begin, "
-                         "block_table and mask_shift without them only",
-                         hooks.keys == KeyPlace::ranges  ? "k_begin"
-                         : hooks.keys == KeyPlace::pages ? "block_table"
-                                                         : "mask_shift");
-  }
   return common::score_rule(variant);
 }
 

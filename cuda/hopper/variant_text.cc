@@ -48,24 +48,26 @@ std::string forward_type(const KernelInfo& row, const VariantHooks& hooks, bool 
   return type.empty() ? "attn::NoVariant" : type;
 }
 
-// The type of the walk: `listed` of the mask, or `plain`.
+// The value of a KeySource.
+std::string source_of(const VariantHooks& hooks) {
+  return std::string("KeySource{") + text_of(hooks.keys == KeyPlace::ranges) + ", " +
+         text_of(hooks.keys == KeyPlace::pages) + ", " + text_of(hooks.shift) + "}";
+}
+
+// The type of the walk: `listed` of the mask and of where keys lie, or `plain`.
 std::string walk_type(const VariantHooks& hooks, const char* listed, const char* plain) {
-  return hooks.mask_forms == 0
-             ? plain
-             : std::string(listed) + "<" +
-                   common::stored_mask_type(hooks.mask_forms, hooks.mask_clauses) + ">";
+  if (hooks.mask_forms == 0) {
+    return plain;
+  }
+  return std::string(listed) + "<" +
+         common::stored_mask_type(hooks.mask_forms, hooks.mask_clauses) +
+         (hooks.has_source() ? ", " + source_of(hooks) : "") + ">";
 }
 
 // Without a mask the keys that are nearest to the rows come first under ALiBi.
 const char* span_walk(const KernelInfo& row, const VariantHooks& hooks) {
   const bool near = hooks.alibi && row.mask == MaskKind::full && !hooks.has_source();
   return near ? "NearWalk<kTileK>" : "SpanWalk";
-}
-
-// The value of a KeySource.
-std::string source_of(const VariantHooks& hooks) {
-  return std::string("KeySource{") + text_of(hooks.keys == KeyPlace::ranges) + ", " +
-         text_of(hooks.keys == KeyPlace::pages) + ", " + text_of(hooks.shift) + "}";
 }
 
 // The value of an attn::GradHooks.

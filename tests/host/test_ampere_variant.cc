@@ -289,10 +289,6 @@ TEST(AmpereVariant, RefusesByNameWhatItDoesNotServe) {
   problem.variant.score = parsed(ExpressionKind::score, "s + j");
   EXPECT_TRUE(contains(refusal(problem, a100()), "softcap and score are given"))
       << refusal(problem, a100());
-  problem.variant.softcap = 0.0f;
-  problem.has_k_begin = true;
-  EXPECT_TRUE(contains(refusal(problem, a100()), "k_begin is given beside a mask or a score"))
-      << refusal(problem, a100());
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "host/features.h"
 #include "host/shape.h"
 #include "host/validate.h"
+#include "pantile/expression.h"
 #include "problems.h"
 
 namespace pantile::testing {
@@ -221,6 +222,59 @@ TEST(KeyPlaces, GpuKernelsAreCompiledForTheirSource) {
         EXPECT_NE(text.find(c.source), std::string::npos) << text;
       }
     }
+  }
+}
+
+Expression parsed(ExpressionKind kind, const char* text) {
+  Expression expression = Expression::none;
+  EXPECT_TRUE(parse_expression(kind, text, nullptr, 0, &expression).ok());
+  return expression;
+}
+
+// A mask or a score is a type of the kernel's text beside the place of the keys.
+TEST(KeyPlaces, GpuKernelsHaveMasksAndScoresBesideTheirSource) {
+  const std::string hopper_ends[] = {"SpanWalk, KeySource{false, true, true}>",
+                                     "ListWalk<attn::StoredMask<8, false>, "
+                                     "KeySource{false, true, true}>, "
+                                     "KeySource{false, true, true}>"};
+  for (const bool stored : {false, true}) {
+    ForwardProblem p = paged_problem();
+    p.has_mask_shift = true;
+    p.window_right = 0;
+    p.variant.score = parsed(ExpressionKind::score, "s + j - i");
+    if (!stored) {
+      p.variant.mask_expression = parsed(ExpressionKind::mask, "(i + j) % 3 == 0");
+    } else {
+      p.variant.has_prefix = true;
+      p.variant.mask_prefixes = 1;
+      p.variant.mask_clauses = kMaskPrefix;
+    }
+    const ForwardProblem canonical = host::canonical(p);
+    EXPECT_EQ(mask_kind(canonical), MaskKind::window);
+    const KernelInfo hopper_row = gpu_row(Backend::hopper, MaskKind::window);
+    const KernelInfo ampere_row = gpu_row(Backend::ampere, MaskKind::window);
+    EXPECT_TRUE(hopper::accept_forward(hopper_row, canonical, h100()).ok());
+    EXPECT_TRUE(ampere::accept_forward(ampere_row, canonical, a100()).ok());
+    const std::string hopper_text =
+        text_of(p, hopper_row, h100(), hopper::configure_forward,
+                [](const ForwardPlan& plan, std::vector<jit::Request>* requests) {
+                  return hopper::list_kernels(plan, requests);
+                });
+    const std::string ampere_text =
+        text_of(p, ampere_row, a100(), ampere::configure_forward,
+                [](const ForwardPlan& plan, std::vector<jit::Request>* requests) {
+                  return ampere::list_kernels(plan, requests);
+                });
+    const std::string hooks =
+        stored ? "Variant = attn::UserScore;" : "attn::Both<attn::UserScore, attn::UserMask>";
+    for (const std::string& part : {hooks, hopper_ends[stored ? 1 : 0]}) {
+      EXPECT_NE(hopper_text.find(part), std::string::npos) << part << "\n" << hopper_text;
+    }
+    EXPECT_NE(ampere_text.find("KeySource{false, true, true}>"), std::string::npos) << ampere_text;
+    EXPECT_EQ(
+        ampere_text.find("attn::MaskedPairs<attn::StoredMask<8, false>>") != std::string::npos,
+        stored)
+        << ampere_text;
   }
 }
 

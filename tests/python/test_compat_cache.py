@@ -471,6 +471,73 @@ def test_codes_are_rotated(causal, interleaved):
         close(o[b], expected, 2e-2)
 
 
+# ---- head dims that kernels for GPUs do not read in place
+
+
+def narrow_call(door, device, paged, rows, dim=27, codes=False, **change):
+    """(o, lse, the cache afterwards): rows of `dim` channels, new keys, a rotation."""
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape):
+        x = torch.randn(shape, generator=generator)
+        return x.to(device, FP8 if codes else torch.float32 if device == "cpu" else torch.bfloat16)
+
+    new = min(rows, 9)
+    shape = (36, 8) if paged else (3, 96)
+    q, k_cache, v_cache = random(3, rows, HEADS, dim), *(random(*shape, 2, dim) for _ in "kv")
+    named = {"k": random(3, new, 2, dim), "v": random(3, new, 2, dim)}
+    named["cache_seqlens"] = ints(20, 0, 61).to(device)
+    if not codes:
+        named |= zip(("rotary_cos", "rotary_sin"), (x.to(q) for x in angles(96)), strict=True)
+    if paged:
+        table = torch.randperm(36, generator=generator).int().view(3, 12).to(device)
+        named["page_table" if door is fa3 else "block_table"] = table
+    named |= {"causal": True, "return_softmax_lse": True, **change}
+    o, lse = door.flash_attn_with_kvcache(q, k_cache, v_cache, **named)
+    return o, lse, k_cache.float(), v_cache.float()
+
+
+NARROW = [
+    (fa2, 1, {}),
+    (fa2, 9, {"softcap": 2.0, "window_size": (30, -1)}),
+    (fa2, 70, {}),
+    (fa2, 9, {"alibi_slopes": torch.tensor([0.5, 0.1, 0.2, 0.3])}),
+    (fa3, 9, {"attention_chunk": 7}),
+    (fa3, 3, {"codes": True, "k_descale": torch.full((3, HEADS_K), 0.5)}),
+]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("door", "rows", "change"), NARROW, ids=str)
+def test_columns_of_zeros_change_nothing(monkeypatch, paged, door, rows, change):
+    """As on a GPU, whose kernels read 16 bytes at a time, here on the CPU, which takes any."""
+    expected = narrow_call(door, "cpu", paged, rows, **change)
+    widths = []
+    own = _cache._padded
+    monkeypatch.setattr(_cache, "_columns", lambda *_: 16)
+    monkeypatch.setattr(_cache, "_padded", lambda x, n: widths.append(x.shape[-1]) or own(x, n))
+    found = narrow_call(door, "cpu", paged, rows, **change)
+    assert widths == [27, 27, 27]
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.shape == other.shape
+        assert mine.is_contiguous()
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("door", "rows", "change"), NARROW, ids=str)
+def test_narrow_rows_on_a_gpu(paged, door, rows, change):
+    """Against the CPU on the same operands: head dim 59 of FlashAttention's own tests."""
+    moved = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in change.items()}
+    found = narrow_call(door, "cuda", paged, rows, 59, **moved)
+    expected = narrow_call(door, "cpu", paged, rows, 59, **change)
+    for mine, other in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(mine.cpu().float(), other.float(), atol=0.06, rtol=0.06)
+    for mine, other in zip(found[2:], expected[2:], strict=True):  # rounded once more
+        torch.testing.assert_close(mine.cpu(), other, atol=0.05, rtol=2**-6)
+
+
 # ---- refusals come before anything is written
 
 

@@ -4,6 +4,7 @@ has multiprocessors or threads, unequal and odd head dims, torch.vmap and autoca
 from __future__ import annotations
 
 import functools
+import operator
 
 import pantile
 import pytest
@@ -11,7 +12,7 @@ import test_decode
 import test_expressions
 import torch
 from support import Target, assert_same_bits, bits, dense, packed
-from test_key_places import check, ints, offsets, paged, require, textbook
+from test_key_places import bound_mask, check, ints, offsets, paged, require, textbook
 
 CPU = Target("cpu", "cpu")
 DIMS = [(57, 40), (64, 128), (3, 5)]  # odd, larger, tiny
@@ -129,6 +130,161 @@ def test_more_tiles_of_scores_than_multiprocessors(name):
     target = Target("hopper", "cuda")
     case = dense(target, torch.bfloat16, batch=8, rows=1100, keys=1300, heads=8, causal=True)
     test_expressions.check(case, target, name)
+
+
+# ---- masks and scores beside places of keys
+
+SCORES = {
+    "relative": (
+        "s + slope[h] * abs(i - j)",
+        lambda s, h, i, j, slope: s + slope[h] * (i - j).abs(),
+    ),
+    "tanh": (
+        "3 * tanh(s / 3) + slope[h] * j",
+        lambda s, h, i, j, slope: 3 * (s / 3).tanh() + slope[h] * j,
+    ),
+}
+# What a mask of each kind shows of sequence b: bool, to be broadcast to [heads, rows, keys].
+# `at`: the key position of each query.
+SHOWS = {
+    "chunks": lambda m, b, h, i, j, at: j // 24 == at // 24,
+    "stripes": lambda m, b, h, i, j, at: (i + j) % 3 != h % 3,
+    "blocks": lambda m, b, h, i, j, at: m["blocks"][b, 0, i // 128, j // 128],
+    "documents": lambda m, b, h, i, j, at: m["query_ids"][b, i] == m["key_ids"][b, j],
+    "prefix": lambda m, b, h, i, j, at: (j < m["prefix"][b]) | (j <= at),
+    "elements": lambda m, b, h, i, j, at: m["elements"][b, h, i, j],
+}
+
+
+def mask_tensors(target: Target, batch: int, rows: int, keys: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+
+    def whole(high, *shape):
+        return torch.randint(0, high, shape, generator=generator, dtype=torch.int32)
+
+    found = {
+        "blocks": whole(2, batch, 1, -(-rows // 128), -(-keys // 128)).bool(),
+        "query_ids": torch.arange(rows) // 50 + whole(2, batch, rows),
+        "key_ids": torch.arange(keys) // 50 + whole(2, batch, keys),
+        "prefix": whole(keys, batch),
+        "elements": whole(2, batch, 4, rows, keys).bool(),
+        "slope": torch.randn(4, generator=generator) / 8,
+    }
+    found["elements"][:, :, : rows // 3, : keys // 2] = True
+    return {n: (x.int() if "ids" in n else x).to(target.device) for n, x in found.items()}
+
+
+def mask_of(name: str, tensors: dict, shift: torch.Tensor):
+    if " or " in name:
+        return functools.reduce(
+            operator.or_, (mask_of(x, tensors, shift) for x in name.split(" or "))
+        )
+    return {
+        "chunks": lambda: pantile.Mask("(i + shift[b]) // 24 == j // 24", shift=shift),
+        "stripes": lambda: pantile.Mask("(i + j) % 3 != h % 3"),
+        "blocks": lambda: pantile.BlockMask(tensors["blocks"]),
+        "documents": lambda: pantile.Documents(tensors["query_ids"], tensors["key_ids"]),
+        "prefix": lambda: pantile.Prefix(tensors["prefix"]),
+        "elements": lambda: tensors["elements"],
+    }[name]()
+
+
+def masked_textbook(found, mask, score, window, softcap, tensors, dtype):
+    """(o, lse) packed, over the keys that a sequence has, wherever they lie."""
+    q, _, _, _, where, (rows, of) = found
+    shifts = where["mask_shift"].tolist()
+    outputs, logs, start = [], [], 0
+    for b, (count, (k, v)) in enumerate(zip(rows, of, strict=True)):
+        qs = q[start : start + count].to(dtype)
+        ks, vs = (x.to(dtype).repeat_interleave(2, 1) for x in (k, v))
+        start += count
+        s = torch.einsum("ihd,jhd->hij", qs, ks) * q.shape[-1] ** -0.5
+        if softcap is not None:
+            s = softcap * torch.tanh(s / softcap)
+        h, i, j = (
+            torch.arange(n, device=q.device).view([-1 if axis == a else 1 for a in range(3)])
+            for axis, n in enumerate(s.shape)
+        )
+        if score is not None:
+            s = SCORES[score][1](s, h, i, j, tensors["slope"].to(dtype))
+        shown = bound_mask(
+            count, len(k), shifts[b], window.get("causal"), window.get("window"), q.device
+        )
+        if mask is not None:
+            parts = [SHOWS[x](tensors, b, h, i, j, i + shifts[b]) for x in mask.split(" or ")]
+            shown = shown & functools.reduce(operator.or_, parts)
+        s = s.masked_fill(~shown, -torch.inf)
+        lse = torch.logsumexp(s, -1) if len(k) else s.new_full(s.shape[:2], -torch.inf)
+        weights = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+        outputs.append(torch.einsum("hij,jhd->ihd", weights, vs))
+        logs.append(lse)
+    return torch.cat(outputs), torch.cat(logs, -1)
+
+
+BESIDE = [
+    ("chunks", None, {"causal": True}, None),
+    ("chunks", None, {"window": (23, 23)}, 5.0),
+    ("stripes", "relative", {}, None),
+    (None, "tanh", {"causal": True}, None),
+    ("blocks", None, {"causal": True}, None),
+    ("documents", "relative", {"window": (90, 9)}, None),
+    ("prefix", None, {}, 5.0),
+    ("elements", None, {}, None),
+    ("documents or prefix", "tanh", {}, None),
+]
+
+
+@kinds
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize(("mask", "score", "window", "softcap"), BESIDE, ids=str)
+def test_masks_and_scores_of_places(target, kind, dims, mask, score, window, softcap):
+    if target.backend == "reference" and (dims != (64, 64) or kind != "pages" or mask != "prefix"):
+        pytest.skip("the reference is slow, and takes pairs one by one")
+    if target.device == "cpu" and dims != (64, 64):
+        pytest.skip("one way for all head dims")
+    found = places(target, kind, 4, dims, stretch=1 if target.device == "cpu" else 3)
+    q, k, v, arguments, where, _ = found
+    tensors = mask_tensors(target, 4, arguments[2], arguments[3])
+    given = {**window}
+    if mask is not None:
+        given["mask"] = mask_of(mask, tensors, where["mask_shift"])
+    if score is not None:
+        given["score"] = pantile.Score(SCORES[score][0], slope=tensors["slope"])
+    if softcap is not None:
+        given["softcap"] = softcap
+    plan = pantile.explain(q, k, v, *arguments, **where, **given, options=target.options)
+    if plan.forward.kernel is None:
+        assert target.device != "cpu", plan.forward.reason
+        pytest.skip(plan.forward.reason[:300])
+    result = pantile.varlen_attention(
+        *(q, k, v, *arguments), **where, **given, return_lse=True, options=target.options
+    )
+    exact, rounded = (
+        masked_textbook(found, mask, score, window, softcap, tensors, dtype)
+        for dtype in (torch.float64, q.dtype)
+    )
+    check(result, exact, rounded, q.dtype)
+
+
+@kinds
+def test_nonfinite_values_behind_a_mask_of_places(target, kind):
+    """A value that the mask shows to some queries only: the others stay finite."""
+    found = places(target, kind)
+    q, k, v, arguments, where, (rows, _) = found
+    if target.backend == "reference":
+        pytest.skip("the reference is slow")
+    given = {"mask": pantile.Mask("i % 2 == 0 or j > 40"), "options": target.options}
+    plan = pantile.explain(q, k, v, *arguments, **where, **given)
+    if plan.forward.kernel is None:
+        pytest.skip(plan.forward.reason[:300])
+    if kind == "pages":
+        v[int(where["block_table"][3, 2]), 5, 0] = float("inf")  # key 37
+    else:
+        v[int(where["k_begin"][3]) + 37, 0] = float("inf")
+    o = pantile.varlen_attention(q, k, v, *arguments, **where, **given)[sum(rows[:3]) :]
+    assert o[0::2, :2].isinf().all()
+    assert o[1::2].isfinite().all()
+    assert o[0::2, 2:].isfinite().all()
 
 
 # ---- torch.vmap, autocast

@@ -37,7 +37,7 @@ struct BiasLayout {
 //   documents  ids, int32, of queries [batch, seqlen_q] and of keys [batch, seqlen_k]: visible
 //              where they are equal, in any order
 //   prefix     int32 [batch]: all queries see so many keys, and of those behind the ones up to
-//              their own position, j <= i + Sk - Sq
+//              their own position, j <= i + Sk - Sq or, with a shift of the mask, i + shift
 // They are combined as clauses: a pair is visible where all forms of some clause show it. In their
 // place there may be a condition of the user (expression.h).
 enum MaskForm : std::uint32_t {

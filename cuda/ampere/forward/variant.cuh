@@ -117,7 +117,7 @@ class VariantRows<Config, Variant, true> {
   // Whether its masks show a pair.
   template <class AnyMask>
   PANTILE_DEVICE bool shows(const ForwardWork& work, const AnyMask& mask, int row, int key) const {
-    const attn::MaskPlace at{work.sequence.batch, work.head, mask.rows, mask.keys};
+    const attn::MaskPlace at{work.sequence.batch, work.head, mask.rows, mask.keys, mask.shift()};
     return row < at.rows &&  // of others the mask has nothing
            shows_pair(static_cast<const typename Variant::Score*>(nullptr), *params_, at, row, key);
   }

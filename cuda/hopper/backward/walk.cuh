@@ -119,7 +119,8 @@ class ListRows {
     if (attn::sight_of_entry(entry_) == attn::TileSight::partial) {
       std::uint32_t bits[2];
       Mask::template fragment<true, kQueries / 8>(
-          p_.mask, attn::MaskPlace{batch, head, at.rows, at.keys}, at.row, at.key, bits);
+          p_.mask, attn::MaskPlace{batch, head, at.rows, at.keys, at.keys - at.rows}, at.row,
+          at.key, bits);
       shown_ = (bits[0] & 0xffffu) | bits[1] << 16;
     }
   }

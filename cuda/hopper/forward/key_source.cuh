@@ -14,6 +14,8 @@ struct KeySource {
   bool ranges = false;  // the keys of a sequence begin at row k_begin[b]
   bool pages = false;   // key j is slot j % page_size of page block_table[b][j / page_size]
   bool shift = false;   // query i sits at key position i + mask_shift[b]
+
+  constexpr bool operator==(const KeySource&) const = default;
 };
 
 // Rows before the keys of a sequence in the maps of K and V, and its number of keys.

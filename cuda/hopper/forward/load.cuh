@@ -293,8 +293,8 @@ class Loader {
     prim::arrive_and_expect(full, kTile.bytes());
     if constexpr (kSource.pages) {
       const TileInfo& info = described(my_.tile);
-      copy_pages<kTile>(to, map, full, p_, info, (info.visit_begin + left) * kConfig.tile_k,
-                        panels_per_copy);
+      copy_pages<kTile>(to, map, full, p_, info,
+                        walk_.tile(info.visit_begin + left) * kConfig.tile_k, panels_per_copy);
     } else {
       copy_panels<kTile>(to, map, full, row_ + walk_.tile(left) * kConfig.tile_k, head_, batch_,
                          panels_per_copy);

@@ -112,7 +112,8 @@ struct NearWalk : SpanWalk {
   int turn_;    // what a step's number is less than its tile, or `around_` more
 };
 
-template <class Mask>
+// kSource: of the kernel.
+template <class Mask, KeySource kSource = KeySource{}>
 class ListWalk {
  public:
   static constexpr bool kListed = true;
@@ -125,9 +126,9 @@ class ListWalk {
   }
 
   // Of the work item asked for last.
-  template <int kTileRows, int kTileKeys, KeySource kSource>
+  template <int kTileRows, int kTileKeys, KeySource kOfKernel>
   PANTILE_DEVICE void locate(const ForwardParams& p, TileInfo& info) const {
-    static_assert(!kSource.ranges && !kSource.pages && !kSource.shift);
+    static_assert(kOfKernel == kSource);
     locate_keys<kTileRows, kTileKeys, kSource>(p, info);
     info.visit_begin = info.full_begin = 0;
     info.full_end = item_.y;
@@ -145,6 +146,9 @@ class ListWalk {
   template <int kTileRows>
   PANTILE_DEVICE void begin(const ForwardParams& p, const TileInfo& info) {
     entries_ = p_.lists.entries + list_of<kTileRows>(p, info) * p_.lists.capacity;
+    if constexpr (kSource.shift) {
+      shift_ = mask_of<kSource>(p, info).shift();
+    }
   }
 
   PANTILE_DEVICE int tile(int step) const { return attn::tile_of_entry(entries_[step]); }
@@ -194,14 +198,16 @@ class ListWalk {
     return std::int64_t{info.head * lists.head_step} * lists.tiles + first + info.row0 / kTileRows;
   }
 
-  PANTILE_DEVICE static attn::MaskPlace place(const TileInfo& info) {
-    return attn::MaskPlace{info.batch, info.head, info.rows, info.keys};
+  PANTILE_DEVICE attn::MaskPlace place(const TileInfo& info) const {
+    return attn::MaskPlace{info.batch, info.head, info.rows, info.keys,
+                           kSource.shift ? shift_ : info.keys - info.rows};
   }
 
   const attn::VariantParams& p_;
   const std::int32_t* entries_ = nullptr;  // of the current tile of rows
   std::uint32_t shown_[2];                 // of the step, see Mask::fragment
   int4 item_;                              // the loader's: see TileLists::order
+  int shift_ = 0;                          // of the mask, where the source gives one
 };
 
 }  // namespace pantile::hopper

@@ -94,23 +94,66 @@ def attend(
     rotary, q, new = _rotate(q, place, new, rotation, mask, writer is cache)
     how = {"scale": scale, "softcap": softcap, "sinks": sinks, "return_lse": return_lse}
     how |= {"causal": mask.causal, "window": mask.window}
-    if alibi is None and dropout is None and not mask.chunk and not _is_prefill(q, place, cache):
+    decodes = not (alibi is not None or dropout is not None or mask.chunk)
+    decodes = decodes and not _is_prefill(q, place, cache)
+    if not decodes:
+        _check_prefill(place, cache, mask)
+    is_narrow = any(x.shape[-1] % _columns(q, cache) for x in (k_cache, v_cache))
+    if decodes and not is_narrow:
         answer = _decoded(q, place, cache, writer, new, rotary, rotation.interleaved, how)
-        if out is None:
-            return answer
-        if return_lse:
-            return _shared.written_to(out, answer[0]), answer[1]
-        return _shared.written_to(out, answer)
-    how |= {"alibi": alibi, "dropout": dropout}
-    _check_prefill(place, cache, mask)
+        return _answered(answer, out, return_lse)
     if rotary is not None:
         q = _written(q, place, writer, new, rotary, rotation.interleaved)
     elif new[0] is not None:
         append(writer, *new, place.lengths, **_packing_of_new(place, new), **_slots(place))
-    used = _after(place, new)
-    if mask.chunk:
-        return _chunked(q, place, cache, used, how, mask.chunk, out)
-    return _prefilled(q, place, cache, used, how, out)
+    place = replace(place, lengths=_after(place, new))
+    if not is_narrow:
+        how |= {"alibi": alibi, "dropout": dropout}
+        return _prefill(q, place, cache, how, mask.chunk, out)
+    q, cache, how = _widened(q, cache, how)
+    if decodes:
+        answer = _decoded(q, place, cache, cache, (None, None), None, False, how)
+    else:
+        how |= {"alibi": alibi, "dropout": dropout}
+        answer = _prefill(q, place, cache, how, mask.chunk, None)
+    o, lse = answer if return_lse else (answer, None)
+    o = o[..., : v_cache.shape[-1]].contiguous()
+    return _answered(o if lse is None else (o, lse), out, return_lse)
+
+
+def _answered(answer: Any, out: Tensor | None, has_lse: bool) -> Any:
+    if out is None:
+        return answer
+    if has_lse:
+        return _shared.written_to(out, answer[0]), answer[1]
+    return _shared.written_to(out, answer)
+
+
+# ---- head dims that kernels for GPUs do not read in place
+
+
+def _columns(q: Tensor, cache: KVCache) -> int:
+    """Head dims must be multiples of this many elements, on a GPU 16 bytes."""
+    return 1 if q.device.type == "cpu" else 16 // cache.k.element_size()
+
+
+def _widened(q: Tensor, cache: KVCache, how: dict) -> tuple:
+    """(q, cache, how) with zeros behind the columns, in copies. FlashAttention makes the same
+    copies of the whole cache; new keys are in the caller's cache by now."""
+    columns = _columns(q, cache)
+    scale = q.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
+    k, v = _padded(cache.k, columns), _padded(cache.v, columns)
+    wide = replace(cache, k=k, v=v, head_dim_v=None)
+    return _padded(q, columns), wide, {**how, "scale": scale}
+
+
+def _padded(x: Tensor, columns: int) -> Tensor:
+    missing = -x.shape[-1] % columns
+    if not missing:
+        return x
+    if x.dtype is _FP8:  # has no padding of its own
+        return torch.nn.functional.pad(x.view(torch.uint8), (0, missing)).view(_FP8)
+    return torch.nn.functional.pad(x, (0, missing))
 
 
 def _refuse_gradients(**tensors: Tensor | None) -> None:
@@ -319,17 +362,25 @@ def _written(q, place, cache, new, rotary, interleaved) -> Tensor:
     )
 
 
-def _chunked(q, place: Place, cache: KVCache, used: Tensor, how: dict, chunk: int, out) -> Any:
+def _prefill(q, place: Place, cache: KVCache, how: dict, chunk: int, out) -> Any:
+    if chunk:
+        return _chunked(q, place, cache, how, chunk, out)
+    return _prefilled(q, place, cache, how, out)
+
+
+def _chunked(q, place: Place, cache: KVCache, how: dict, chunk: int, out) -> Any:
     """With a mask of chunks, which also hides the padding. Codes are widened, in a copy."""
+    used = place.lengths
     rows = q.shape[1] if place.cu_q is None else place.cu_q.diff()
     how = {**how, "mask": _shared.chunk_mask(chunk, used - rows, place.leftpad)}
+    how["window"] = _shared.chunk_window(chunk, how["window"])
     place = replace(place, leftpad=None)
     if cache.k.dtype is not _FP8:
-        return _prefilled(q, place, cache, used, how, out)
+        return _prefilled(q, place, cache, how, out)
     scales = [_for_queries(x, used.shape[0], cache, q) for x in (cache.scale_k, cache.scale_v)]
     how["score"] = Score("s * scale[b, h]", scale=scales[0])
     wide = KVCache(cache.k.to(q.dtype), cache.v.to(q.dtype), pages=place.table is not None)
-    answer = _prefilled(q, place, wide, used, how, None)
+    answer = _prefilled(q, place, wide, how, None)
     o, lse = answer if how["return_lse"] else (answer, None)
     factor = scales[1][:, None, :, None]
     if place.cu_q is not None:
@@ -344,7 +395,9 @@ def _for_queries(scale: Tensor, batch: int, cache: KVCache, q: Tensor) -> Tensor
     return scale.float().expand(batch, heads_k).repeat_interleave(heads // heads_k, 1)
 
 
-def _prefilled(q, place, cache, used, how, out):
+def _prefilled(q, place, cache, how, out):
+    """With the keys that are in the cache: ``place.lengths`` counts all of them."""
+    used = place.lengths
     if place.table is not None:
         table = place.table if place.index is None else place.table[place.index]
         k, v, where = cache.k, cache.v, {"block_table": table, "seqused_k": used}

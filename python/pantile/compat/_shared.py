@@ -87,13 +87,23 @@ def chunk_mask(chunk: int, shift: Tensor, padding: Tensor | None = None) -> Mask
     """Keys of the chunk of a query, of which ``shift`` [batch] or [1] says its place less its
     number: keys less queries of the sequence. ``padding``: slots before its first key.
 
-    The numbers are captured, so that all have one compiled kernel."""
+    The numbers are captured, so that all have one compiled kernel, which divides once a query."""
     size = torch.full((1,), chunk, dtype=torch.int32, device=shift.device)
     at = "0" if shift.shape[0] == 1 else "b"
     if padding is None:
-        return Mask(f"j // n[0] == (i + shift[{at}]) // n[0]", n=size, shift=shift.int())
-    text = f"j >= pad[b] and (j - pad[b]) // n[0] == (i + shift[{at}] - pad[b]) // n[0]"
+        text = f"first = (i + shift[{at}]) // n[0] * n[0]; j >= first and j < first + n[0]"
+        return Mask(text, n=size, shift=shift.int())
+    text = (
+        f"first = (i + shift[{at}] - pad[b]) // n[0] * n[0] + pad[b]; "
+        "j >= max(first, pad[b]) and j < first + n[0]"
+    )
     return Mask(text, n=size, shift=shift.int(), pad=padding)
+
+
+def chunk_window(chunk: int, window: tuple[int, int] | None) -> tuple[int, int]:
+    """No key of a query's chunk is further away: kernels visit fewer tiles."""
+    left, right = (-1, -1) if window is None else window
+    return tuple(chunk - 1 if side < 0 else min(side, chunk - 1) for side in (left, right))
 
 
 def softcap_of(softcap: Any) -> float | None:

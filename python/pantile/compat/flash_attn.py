@@ -283,6 +283,8 @@ def flash_attn_with_kvcache(
         q: ``[batch, seqlen_q, heads, head_dim]``.
         k_cache, v_cache: ``[batch_cache, seqlen_cache, heads_k, head_dim]``, or pages ``[pages,
             page_size, heads_k, head_dim]`` of any size with ``block_table``.
+            On a GPU a head_dim whose rows are no multiple of 16 bytes costs a copy of the caches
+            in each call, as in FlashAttention; new keys are written in place.
         k, v: ``[batch, seqlen_new, heads_k, head_dim]``: written to the slots from
             ``cache_seqlens`` on.
         rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: k is rotated by its slot. Query i
