@@ -9,12 +9,13 @@
 # Kernels that several rows share are in cuda/<family>/row_kernels.cu, and those of 8-bit caches in
 # cuda/<family>/decode/codes_d<head dim>.cu.
 # Files that are compiled for the same targets make one object library: those of the hopper
-# family, the 16-bit ones of the ampere family, and its fp32 ones, which a Hopper GPU runs too.
+# family, the 16-bit ones of the ampere family, its fp32 ones, which a Hopper GPU runs too, and its
+# FP8 ones, which need compute capability 8.9.
 
 set(_generated "${PROJECT_BINARY_DIR}/generated")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS cuda/kernels.def cuda/instance.cu.in)
 set(PANTILE_CUDA_FAMILIES hopper ampere)
-set(PANTILE_CUDA_GROUPS hopper ampere ampere_f32)
+set(PANTILE_CUDA_GROUPS hopper ampere ampere_f32 ampere_fp8)
 set(PANTILE_PASSES forward backward quantize decode append)
 # For quick builds while one kernel is worked on: the table then holds these rows only.
 set(PANTILE_KERNELS "" CACHE STRING
@@ -73,7 +74,9 @@ function(pantile_read_kernels)
     string(APPEND _text_${_file} "${_instance}")
     list(APPEND _files ${_file})
     set(_group ${backend})
-    if(backend STREQUAL "ampere" AND dtype STREQUAL "f32")
+    if(backend STREQUAL "ampere" AND (dtype STREQUAL "e4m3" OR pass STREQUAL "quantize"))
+      set(_group ampere_fp8)
+    elseif(backend STREQUAL "ampere" AND dtype STREQUAL "f32")
       set(_group ampere_f32)
     endif()
     list(APPEND _instances_${_group} ${_generated}/instances/${_file}.cu)
@@ -111,9 +114,12 @@ endfunction()
 set(_archs_hopper ${PANTILE_HOPPER_ARCHS})
 set(_archs_ampere ${PANTILE_AMPERE_ARCHS})
 set(_archs_ampere_f32 ${PANTILE_AMPERE_ARCHS} 90-real)
+set(_archs_ampere_fp8 ${PANTILE_AMPERE_FP8_ARCHS})
 if(PANTILE_AMPERE_ON_HOPPER)
   list(APPEND _archs_ampere 90-real)
+  list(APPEND _archs_ampere_fp8 90-real)
 endif()
+list(REMOVE_DUPLICATES _archs_ampere_fp8)
 list(REMOVE_DUPLICATES _archs_ampere)
 list(REMOVE_DUPLICATES _archs_ampere_f32)
 
@@ -140,12 +146,13 @@ endfunction()
 
 pantile_read_kernels()
 target_sources(pantile PRIVATE
-  cuda/common/expressions.cc cuda/common/stored_mask.cc
+  cuda/common/expressions.cc cuda/common/fp8_rules.cc cuda/common/stored_mask.cc
   cuda/hopper/forward/plan.cc cuda/hopper/backward/plan.cc cuda/hopper/fp8/plan.cc
   cuda/hopper/fp8_backward/plan.cc
   cuda/hopper/mask.cc cuda/hopper/requests.cc cuda/hopper/variant.cc cuda/hopper/variant_text.cc
   cuda/ampere/requests.cc
   cuda/ampere/variant.cc cuda/ampere/forward/plan.cc cuda/ampere/forward/tuned.cc
+  cuda/ampere/fp8/plan.cc
   cuda/ampere/backward/plan.cc
   cuda/decode/plan.cc cuda/hopper/decode/plan.cc cuda/ampere/decode/plan.cc)
 

@@ -98,7 +98,7 @@ DIMS = {
     ("ampere", "bfloat16"): (*((d, d) for d in (32, 64, 96, 128, 192, 256)), (192, 128), (64, 256)),
     ("ampere", "float32"): ((64, 64), (128, 128), (256, 256)),
 }
-FP8_DIMS = (64, 96, 128, 192, 256)
+FP8_DIMS = {"hopper": (64, 96, 128, 192, 256), "ampere": (64, 96, 128)}
 
 
 def _draw(shape: Shape, head_dim: int, head_dim_v: int, dtype):
@@ -153,9 +153,10 @@ def _fp8(dim: int, shape: Shape, exp: str, backend: str = "hopper") -> Callable[
     return run
 
 
-def fp8_exps() -> tuple[str, ...]:
+def fp8_exps(backend: str) -> tuple[str, ...]:
     """Those that this build has kernels for."""
-    return ("code", "mixed", "exp2") if pantile.build_info()["experiments"] else ("code", "exp2")
+    mixed = backend == "hopper" and pantile.build_info()["experiments"]
+    return ("code", "mixed", "exp2") if mixed else ("code", "exp2")
 
 
 def cases(backend: str) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -168,10 +169,10 @@ def cases(backend: str) -> Iterator[tuple[str, Callable[[], None]]]:
                 for precision in ("highest", "tf32") if dtype == "float32" else ("auto",):
                     label = f"{dtype} d{dims[0]}x{dims[1]} {name} {precision}"
                     yield label, _both_passes(backend, dtype, dims, shape, precision)
-    for dim in FP8_DIMS if backend == "hopper" else ():
+    for dim in FP8_DIMS.get(backend, ()):
         for name, shape in SHAPES.items():
-            for exp in fp8_exps() if name == "no-keys" else ("code",):
-                yield f"fp8 d{dim} {name} {exp}", _fp8(dim, shape, exp)
+            for exp in fp8_exps(backend) if name == "no-keys" else ("code",):
+                yield f"fp8 d{dim} {name} {exp}", _fp8(dim, shape, exp, backend)
     yield from gpu_sanitizer_cases.cases(backend, DEVICE)
 
 

@@ -60,7 +60,11 @@ def needed_option(key: str) -> str:
     row, _, kernel = key.partition("/")
     if "trial_" in kernel:
         return "experiments"
-    on_hopper = kernel.startswith("sm_90/") and row.startswith("ampere_") and "_f32_" not in row
+    on_hopper = (
+        kernel.startswith("sm_90/")
+        and row.startswith("ampere_")
+        and ("_f32_" not in row or "_quantize_" in row)
+    )
     return "ampere_on_hopper" if on_hopper else ""
 
 

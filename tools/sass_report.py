@@ -6,7 +6,7 @@ nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm) and checks
 
 * that nothing is read before it was written (sass_hazards.py);
 * rules of the family: a hopper kernel uses wgmma (HGMMA, QGMMA) and TMA (UTMALDG) and no HMMA; an
-  ampere kernel uses HMMA, LDSM and LDGSTS; decode kernels of both use HMMA;
+  ampere kernel uses HMMA (of e4m3: QMMA), LDSM and LDGSTS; decode kernels of both use HMMA;
 * the hot loops, which are the innermost loops that hold a matrix instruction: local memory
   accesses, R2UR (descriptors that ptxas could not keep uniform), and the schedule, that is the
   order of MMA batches, waits and exponentials. ptxas likes to hoist a wait above the exponentials,
@@ -36,9 +36,10 @@ MATRIX = ("HGMMA", "QGMMA", "HMMA", "QMMA")
 RULES = {  # family -> (opcodes of which one must be there, per group; opcodes that must not)
     "hopper": ((("HGMMA", "QGMMA"), ("UTMALDG", "UBLKCP")), ("HMMA",)),
     "ampere": ((("HMMA",), ("LDSM",), ("LDGSTS",)), ("HGMMA", "QGMMA")),
+    "ampere_fp8": ((("QMMA",), ("LDSM",), ("LDGSTS",)), ("HGMMA", "QGMMA", "HMMA")),
     "decode": ((("HMMA",),), ("HGMMA", "QGMMA")),  # of both: one source
 }
-ARCH = {"hopper": "sm_90a", "ampere": "sm_80"}
+ARCH = {"hopper": "sm_90a", "ampere": "sm_80", "ampere_fp8": "sm_89"}
 
 
 @dataclass
@@ -221,11 +222,18 @@ def figures(function: Function) -> budget.Figures:
     }
 
 
+def group_of(row: str) -> str:
+    """The family of a row or file; FP8 kernels of the Ampere family are for other targets."""
+    family, pass_, dtype = row.split("_")[:3]
+    is_fp8 = dtype == "e4m3" or pass_ == "quantize"
+    return "ampere_fp8" if family == "ampere" and is_fp8 else family
+
+
 def family_errors(row: str, functions: list[Function]) -> list[str]:
-    family, pass_ = row.split("_")[:2]
+    pass_ = row.split("_")[1]
     if pass_ in ("quantize", "append"):
         return []  # copies, without a matrix instruction
-    required, forbidden = RULES["decode" if pass_ == "decode" else family]
+    required, forbidden = RULES["decode" if pass_ == "decode" else group_of(row)]
     errors = [
         f"{row}: no {' or '.join(group)}"
         for group in required
@@ -271,7 +279,7 @@ def read_file(build: pathlib.Path, file: str) -> tuple[dict[str, budget.Figures]
     objects = list(build.rglob(f"{file}.cu.o"))
     if len(objects) != 1:
         raise SystemExit(f"{file}: {len(objects)} objects under {build}, expected one")
-    functions = disassemble(objects[0], ARCH[file.split("_")[0]])
+    functions = disassemble(objects[0], ARCH[group_of(file)])
     found: dict[str, budget.Figures] = {}
     errors = [f"{file}: {f.name}: {line}" for f in functions for line in f.early_reads]
     for row in (row for row in budget.row_names(build) if budget.file_of(row) == file):

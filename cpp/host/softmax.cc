@@ -91,20 +91,22 @@ Status softmax_options_rule(const ForwardProblem& problem) {
 
 Status softmax_rule(const KernelInfo& row, const ForwardProblem& problem) {
   const SoftmaxOptions& softmax = problem.softmax;
-  if (row.backend == Backend::ampere) {
+  const bool quantized = problem.dtype == DType::e4m3;
+  if (row.backend == Backend::ampere && !quantized) {
     return Status();
   }
   if (softmax.unit == SoftmaxUnit::tensor) {
     return Status::error(StatusCode::unsupported,
                          "has no softmax on tensor cores, softmax is tensor");
   }
-  if (problem.dtype == DType::e4m3 && softmax.unit == SoftmaxUnit::vector) {
+  if (quantized && softmax.unit == SoftmaxUnit::vector) {
     return Status::error(StatusCode::unsupported,
                          "takes row sums from the product with V, softmax is vector");
   }
   const SoftmaxOptions fixed;
-  if (row.backend == Backend::hopper && (softmax.rescale_threshold != fixed.rescale_threshold ||
-                                         softmax.p_max_offset != fixed.p_max_offset)) {
+  const bool on_gpu = row.backend == Backend::hopper || row.backend == Backend::ampere;
+  if (on_gpu && (softmax.rescale_threshold != fixed.rescale_threshold ||
+                 softmax.p_max_offset != fixed.p_max_offset)) {
     return Status::error(
         StatusCode::unsupported, "has rescale_threshold %g and p_max_offset %g, they are %g and %g",
         static_cast<double>(fixed.rescale_threshold), static_cast<double>(fixed.p_max_offset),

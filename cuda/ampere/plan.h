@@ -7,6 +7,7 @@
 #include "jit/kernel.h"
 #include "pantile/kv.h"
 #include "pantile/plan.h"
+#include "pantile/quantize.h"
 #include "pantile/status.h"
 
 namespace pantile::ampere {
@@ -14,6 +15,15 @@ namespace pantile::ampere {
 Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
                       const DeviceProps& device);
 void configure_forward(ForwardPlan* plan);
+
+// Their rows of dtype e4m3; the two above pass them on.
+Status accept_forward_fp8(const KernelInfo& row, const ForwardProblem& problem,
+                          const DeviceProps& device);
+void configure_forward_fp8(ForwardPlan* plan);
+
+Status accept_quantize(const KernelInfo& row, const QuantizeProblem& problem,
+                       const DeviceProps& device);
+void configure_quantize(QuantizePlan* plan);
 
 Status accept_backward(const KernelInfo& row, const BackwardProblem& problem,
                        const DeviceProps& device);

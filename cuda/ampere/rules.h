@@ -32,14 +32,15 @@ inline Status device_rule(const DeviceProps& device) {
   return Status();
 }
 
-// Machine code for sm_80 does not run on sm_90, and that of the 16-bit rows for sm_90 is only built
-// to be tested there: hopper rows are faster, after a copy where they want one. Compiling the PTX
-// for later GPUs at the first call would take the driver up to half a minute a row. Asked last, of
-// problems that a row would serve.
-// `at_run_time`: the kernel is compiled there, for any GPU.
+// Machine code for sm_80 does not run on sm_90, and that of the 16-bit and 8-bit rows for sm_90 is
+// only built to be tested there: hopper rows are faster, after a copy where they want one.
+// Compiling the PTX for later GPUs at the first call would take the driver up to half a minute a
+// row. Asked last, of problems that a row would serve. `at_run_time`: the kernel is compiled there,
+// for any GPU.
 inline Status build_rule(const KernelInfo& row, const DeviceProps& device,
                          bool at_run_time = false) {
-  if (device.compute_major == 9 && !at_run_time && row.dtype != DType::f32 && !kAmpereOnHopper) {
+  const bool built = kAmpereOnHopper || (row.dtype == DType::f32 && row.pass != Pass::quantize);
+  if (device.compute_major == 9 && !at_run_time && !built) {
     return Status::error(StatusCode::unsupported,
                          "kernel not built for compute capability %d.%d of device %d; configure "
                          "with PANTILE_AMPERE_ON_HOPPER=ON",

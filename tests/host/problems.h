@@ -79,5 +79,9 @@ inline DeviceProps h100() {
 inline DeviceProps a100() {
   return gpu_device("A100", 8, 0, 108, 166912, 40 << 20);
 }
+// The first compute capability with products of e4m3.
+inline DeviceProps l40s() {
+  return gpu_device("L40S", 8, 9, 142, 101376, 96 << 20);
+}
 
 }  // namespace pantile::testing

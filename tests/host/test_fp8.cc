@@ -4,7 +4,11 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <vector>
 
+#include "ampere/fp8/config.h"
+#include "build_options.h"
+#include "host/kernel_table.h"
 #include "host/shape.h"
 #include "pantile/quantize.h"
 #include "problems.h"
@@ -239,6 +243,127 @@ TEST(Quantize, HeadDimsAbove256AreRefused) {
   EXPECT_NE(refusal(p).find("serves head dims up to 256 and 256, they are 257 and 128"),
             std::string::npos)
       << refusal(p);
+}
+
+// ---- GPUs other than Hopper
+
+DeviceProps gpu_of(int major, int minor, int smem_kib) {
+  return gpu_device("invented", major, minor, 100, smem_kib << 10, 64 << 20);
+}
+
+// Every row of the Ampere family that quantises or attends to codes: what it says of a problem that
+// it serves on a GPU of its own.
+std::vector<std::string> verdicts_on(const DeviceProps& device, Fp8Exp exp = Fp8Exp::code) {
+  std::vector<std::string> reasons;
+  const auto forwards = host::forward_rows();
+  for (int i = 0; i < forwards.count; ++i) {
+    const KernelInfo& row = forwards.rows[i].info;
+    if (row.backend == Backend::ampere && row.dtype == DType::e4m3) {
+      ForwardProblem p = fp8_problem();
+      p.fp8.exp = exp;
+      p.head_dim = p.head_dim_v = row.head_dim;
+      set_contiguous(&p);
+      reasons.emplace_back(forwards.rows[i].accept(row, p, device).message());
+    }
+  }
+  const auto quantisers = host::quantize_rows();
+  for (int i = 0; i < quantisers.count; ++i) {
+    const KernelInfo& row = quantisers.rows[i].info;
+    if (row.backend == Backend::ampere) {
+      QuantizeProblem p = quantize_problem();
+      p.dtype = row.dtype;
+      p.hadamard = row.dtype != DType::e4m3;
+      reasons.emplace_back(quantisers.rows[i].accept(row, p, device).message());
+    }
+  }
+  return reasons;
+}
+
+TEST(Fp8OnAmpereFamily, NeedsComputeCapability89) {
+  for (const DeviceProps& device : {a100(), gpu_of(8, 6, 99), gpu_of(8, 7, 163)}) {
+    const std::string has = "device 0 has 8." + std::to_string(device.compute_minor);
+    for (const std::string& reason : verdicts_on(device)) {
+      EXPECT_EQ(reason, "FP8 needs compute capability 8.9 or later, " + has);
+    }
+  }
+  for (const DeviceProps& device :
+       {l40s(), gpu_of(10, 0, 227), gpu_of(10, 3, 227), gpu_of(12, 0, 99), gpu_of(12, 1, 99)}) {
+    const std::vector<std::string> reasons = verdicts_on(device);
+    EXPECT_FALSE(reasons.empty());
+    for (const std::string& reason : reasons) {
+      EXPECT_EQ(reason, "");
+    }
+  }
+}
+
+TEST(Fp8OnAmpereFamily, IsBuiltForHopperByAnOptionOnly) {
+  for (const std::string& reason : verdicts_on(h100())) {
+    EXPECT_EQ(reason.empty(), kAmpereOnHopper) << reason;
+    EXPECT_EQ(reason.find("configure with PANTILE_AMPERE_ON_HOPPER=ON") != std::string::npos,
+              !kAmpereOnHopper)
+        << reason;
+  }
+}
+
+TEST(Fp8OnAmpereFamily, HasTwoOfTheExponentials) {
+  int refused = 0;
+  for (const std::string& reason : verdicts_on(l40s(), Fp8Exp::mixed)) {
+    refused += reason == "has fp8_exp code and exp2, it is mixed" ? 1 : 0;
+  }
+  EXPECT_GT(refused, 0);
+  for (const std::string& reason : verdicts_on(l40s(), Fp8Exp::exp2)) {
+    EXPECT_EQ(reason, "");
+  }
+}
+
+TEST(Fp8OnAmpereFamily, TilesFitTheSmallestSharedMemory) {
+  const auto rows = host::forward_rows();
+  int tiles = 0;
+  for (int i = 0; i < rows.count; ++i) {
+    const KernelInfo& row = rows.rows[i].info;
+    if (row.backend != Backend::ampere || row.dtype != DType::e4m3) {
+      continue;
+    }
+    ++tiles;
+    const ampere::Fp8Tile tile = ampere::fp8_tile(row.head_dim);
+    EXPECT_EQ(tile.head_dim, row.head_dim);
+    EXPECT_LE(tile.shared_bytes(), l40s().smem_optin_bytes) << row.name;
+    ForwardPlan plan;
+    plan.problem = fp8_problem();
+    plan.device = l40s();
+    plan.kernel = &row;
+    rows.rows[i].configure(&plan);
+    EXPECT_EQ(plan.tile_q, tile.tile_q);
+    EXPECT_EQ(plan.tile_k, 64);
+    EXPECT_EQ(plan.blocks, 2 * 8 * 1024 / tile.tile_q);
+    EXPECT_EQ(plan.workspace.bytes, 0u);
+  }
+  EXPECT_GT(tiles, 0);
+}
+
+// Asked in code; what the environment asks is only preferred (python).
+TEST(Fp8OnAmpereFamily, HasOneSoftmax) {
+  PlanOptions options;
+  options.backend = Backend::ampere;
+  for (const SoftmaxUnit unit : {SoftmaxUnit::vector, SoftmaxUnit::tensor}) {
+    ForwardProblem p = fp8_problem();
+    p.softmax.unit = unit;
+    ForwardPlan plan;
+    const std::string message = plan_forward(p, l40s(), options, &plan).message();
+    EXPECT_NE(message.find(unit == SoftmaxUnit::vector
+                               ? "takes row sums from the product with V, softmax is vector"
+                               : "has no softmax on tensor cores, softmax is tensor"),
+              std::string::npos)
+        << message;
+  }
+}
+
+TEST(Fp8OnAmpereFamily, HasNoBackwardOfItsOwn) {
+  PlanOptions options;
+  options.backend = Backend::ampere;
+  BackwardPlan plan;
+  EXPECT_EQ(plan_backward(backward_problem(fp8_problem()), l40s(), options, &plan).code(),
+            StatusCode::unsupported);
 }
 
 TEST(Quantize, ExplainsEveryRow) {

@@ -20,8 +20,9 @@ bool on_gpu(const KernelInfo& row) {
 
 DeviceProps home_of(const KernelInfo& row) {
   return row.backend == Backend::hopper   ? h100()
-         : row.backend == Backend::ampere ? a100()
-                                          : cpu_device();
+         : row.backend != Backend::ampere ? cpu_device()
+         : row.dtype == DType::e4m3       ? l40s()
+                                          : a100();
 }
 
 // A problem made for one row of the table.

@@ -53,3 +53,4 @@ def test_exponentials_of_a_backend():
     assert fp8_exps(Target("reference", "cpu")) == ()
     assert fp8_exps(Target("cpu", "cpu")) == ("code", "mixed", "exp2")
     assert ("mixed" in fp8_exps(Target("hopper", "cuda"))) == pantile.build_info()["experiments"]
+    assert fp8_exps(Target("ampere", "cuda")) == ("code", "exp2")

@@ -116,6 +116,9 @@ Status trial_rule(const KernelInfo& row, const ForwardProblem& p, const DevicePr
 
 Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
                       const DeviceProps& device) {
+  if (row.dtype == DType::e4m3) {
+    return accept_forward_fp8(row, problem, device);
+  }
   Status status = device_rule(device);
   if (status.ok()) {
     status = dim_rule(row, problem);
@@ -139,6 +142,10 @@ Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
 }
 
 void configure_forward(ForwardPlan* plan) {
+  if (plan->kernel->dtype == DType::e4m3) {
+    configure_forward_fp8(plan);
+    return;
+  }
   const TileSize tile = tile_of(*plan->kernel, plan->problem, plan->device);
   plan->tile_q = tile.q;
   plan->tile_k = tile.k;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "attn/fp8_exp.h"
 #include "build_options.h"
 #include "core/integer.h"
 #include "hopper/forward/config.h"
@@ -82,18 +83,9 @@ constexpr Fp8Config fp8_config(int head_dim) {
   return {256, 2, 2, 1, false, Fp8Sums::folded};
 }
 
-// Of eight groups of P, those that take their e4m3 codes straight from the logarithm.
-constexpr unsigned fp8_code_groups(Fp8Exp exp) {
-  return exp == Fp8Exp::code ? 0xffu : exp == Fp8Exp::mixed ? 0x66u : 0u;
-}
-
-// Neither the fastest nor the most accurate: to compare with, compiled with PANTILE_EXPERIMENTS.
-constexpr bool is_trial(Fp8Exp exp) {
-  return exp == Fp8Exp::mixed;
-}
-
+// Trials are compiled with PANTILE_EXPERIMENTS.
 constexpr bool fp8_exp_is_built(Fp8Exp exp) {
-  return kExperiments || !is_trial(exp);
+  return kExperiments || !attn::is_trial(exp);
 }
 
 // A kernel's parameters as a type (nvcc 13.0 cannot launch a __global__ template that has a struct

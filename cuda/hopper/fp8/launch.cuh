@@ -92,7 +92,7 @@ Status launch_fp8_variant(const ForwardPlan& plan, const ForwardTensors& tensors
                           cudaStream_t stream) {
   constexpr Fp8Config kConfig = Variant::kConfig;
   const auto kernel = [] {
-    if constexpr (is_trial(Variant::kExp)) {
+    if constexpr (attn::is_trial(Variant::kExp)) {
       return trial_forward_fp8_kernel<Variant>;
     } else {
       return forward_fp8_kernel<Variant>;

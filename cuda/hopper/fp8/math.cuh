@@ -3,16 +3,16 @@
 //   1. issue S = Q K^T of this step              (S: registers, pairs of fp16, fresh)
 //   2. issue P V of the step before              (P: registers; V: with rows of ones below)
 //   3. wait for S; free the stage of K; mask S if this tile needs it
-//   4. raise the row maxima; P as e4m3 codes     (softmax.cuh)
+//   4. raise the row maxima; P as e4m3 codes     (attn/fp8_softmax.cuh)
 //   5. wait for the next K, then for P V; free the stage of V
 //   6. take P V over into O                      (sums.cuh)
 // The loop is unrolled by two where there are registers for two P, so that none is moved.
 #pragma once
 
+#include "attn/fp8_mask.cuh"
+#include "attn/fp8_softmax.cuh"
 #include "core/softmax_state.h"
-#include "hopper/fp8/mask.cuh"
 #include "hopper/fp8/output.cuh"
-#include "hopper/fp8/softmax.cuh"
 #include "hopper/fp8/storage.cuh"
 #include "hopper/fp8/sums.cuh"
 #include "prim/registers.cuh"
@@ -68,7 +68,7 @@ class Fp8MathWarpgroup {
       kPanel == 128 ? prim::kSwizzle128High : prim::kSwizzle64High;
   // Two P, or one that is made from S after the wait for P V.
   static constexpr bool kTwoP = kConfig.sums == Fp8Sums::every_step;
-  using Softmax = Fp8Softmax<Variant::kExp>;
+  using Softmax = attn::Fp8Softmax<Variant::kExp, kTileK / 8>;
   using Sums = std::conditional_t<kConfig.sums == Fp8Sums::every_step, Fp8StepSums<kConfig>,
                                   Fp8FoldedSums<kConfig>>;
   using Operand = std::uint32_t[4][4];
@@ -228,11 +228,12 @@ class Fp8MathWarpgroup {
       const int row = tile.row0 + tile::fragment_row(warp_, lane_) + 8 * i;
       const int position = row + tile.keys - tile.rows - column0;
       if constexpr (kMask == MaskKind::full) {
-        mask_row<false>(S, i, 0, end);
+        attn::mask_row<false>(S, i, 0, end);
       } else if constexpr (kMask == MaskKind::causal) {
-        mask_row<false>(S, i, 0, min(end, position + 1));
+        attn::mask_row<false>(S, i, 0, min(end, position + 1));
       } else {
-        mask_row<true>(S, i, position - p_.window_left, min(end, position + p_.window_right + 1));
+        attn::mask_row<true>(S, i, position - p_.window_left,
+                             min(end, position + p_.window_right + 1));
       }
     }
   }

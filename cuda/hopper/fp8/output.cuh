@@ -2,6 +2,7 @@
 // and a place for them in shared memory; nothing here waits for another warp.
 #pragma once
 
+#include "attn/fp8_nonfinite.cuh"
 #include "core/geometry.h"
 #include "hopper/fp8/storage.cuh"
 #include "prim/convert.cuh"
@@ -80,27 +81,12 @@ class Fp8RowStore {
   PANTILE_DEVICE void mark_rows(const core::Mask& mask, const uint4& keys, int first_key,
                                 int column) {
     constexpr std::uint16_t kNaN = 0x7fff;  // in bf16 and in fp16
-    const std::uint32_t words[4] = {keys.x, keys.y, keys.z, keys.w};
 #pragma unroll 1
     for (int r = 0; r < Fp8Config::kWarpRows; ++r) {
-      const core::Span seen = core::visible_keys(mask, row0_ + r);
-      bool attends = false;
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        attends = attends || (words[w] & bits_of(seen, first_key + 32 * w)) != 0;
-      }
-      if (attends) {
+      if (attn::attends(core::visible_keys(mask, row0_ + r), keys, first_key)) {
         *reinterpret_cast<std::uint16_t*>(place_ + kConfig.o_tile().offset(r, column)) = kNaN;
       }
     }
-  }
-
-  // Of the 32 keys from `first` on, those in the span.
-  static PANTILE_DEVICE std::uint32_t bits_of(const core::Span& span, int first) {
-    const int begin = core::clamp(span.begin - first, 0, 32);
-    const int end = core::clamp(span.end - first, 0, 32);
-    const auto below = [](int n) { return n >= 32 ? ~0u : (1u << n) - 1; };
-    return end > begin ? below(end) & ~below(begin) : 0u;
   }
 
   PANTILE_DEVICE void store_whole(const CUtensorMap& map, int row) {

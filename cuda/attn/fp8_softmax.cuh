@@ -1,5 +1,6 @@
-// Softmax of the Hopper FP8 forward on scores that lie as pairs of fp16 in the accumulators of
-// Q K^T (64 x 128 of a warpgroup; a thread holds two rows):
+// Softmax of the FP8 forwards on scores that lie as pairs of fp16 in the accumulators of Q K^T. A
+// warp has 16 rows and kTiles tiles of 8 keys; register 2 j + i of a thread holds two keys of tile
+// j in its row i, of two rows 8 apart (the layout of wgmma and of mma.sync):
 //
 //   S2 = block S                     scores in units of log2; `block` holds all scales
 //   P  = 2^(S2 + c)                  c = 8 - the row's maximum, so that the largest P is 2^8
@@ -20,17 +21,20 @@
 
 #include <cstdint>
 
-#include "hopper/fp8/config.h"
+#include "attn/fp8_exp.h"
 #include "prim/e4m3.cuh"
 #include "prim/half2.cuh"
 #include "prim/math.cuh"
 #include "prim/warp.cuh"
 
-namespace pantile::hopper {
+namespace pantile::attn {
 
-template <Fp8Exp kExp>
+template <Fp8Exp kExp, int kTiles>
 class Fp8Softmax {
  public:
+  static constexpr int kSteps = kTiles / 4;  // of 32 keys, of P V
+  using Scores = std::uint32_t[2 * kTiles];
+  using Weights = std::uint32_t[kSteps][4];
   static constexpr unsigned kGroups = fp8_code_groups(kExp);
   // S is scaled to codes, of which there are 8 to a unit of log2, where there is nothing else.
   static constexpr float kSlope = kGroups == 0xff ? 8.0f : 1.0f;
@@ -61,7 +65,7 @@ class Fp8Softmax {
   }
 
   // Keeps scores within the limit. Before masking, which needs infinities. Returns their scale.
-  static PANTILE_DEVICE std::uint32_t clamp(std::uint32_t (&S)[32], const float (&q)[2], float k) {
+  static PANTILE_DEVICE std::uint32_t clamp(Scores& S, const float (&q)[2], float k) {
     constexpr float kLargest = 8188.0f;  // 8 block is an fp16 number
     float scale[2];
 #pragma unroll
@@ -70,7 +74,7 @@ class Fp8Softmax {
       const float most = fminf(__fdividef(kLimit * kSlope, scale[i]), 65504.0f);
       const std::uint32_t high = prim::half_pair(most, most);
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
+      for (int j = 0; j < kTiles; ++j) {
         std::uint32_t& x = S[2 * j + i];
         x = prim::max2_nan(prim::min2_nan(x, high), high ^ prim::twice(0x8000));
       }
@@ -80,7 +84,7 @@ class Fp8Softmax {
 
   // Scores to what pack() takes.
   template <bool kFirst>
-  PANTILE_DEVICE void exponentiate(std::uint32_t (&S)[32], std::uint32_t scale) {
+  PANTILE_DEVICE void exponentiate(Scores& S, std::uint32_t scale) {
     raise<kFirst>(prim::fma2(row_max(S), scale ^ prim::twice(0x8000), prim::twice(kTop)));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -101,9 +105,9 @@ class Fp8Softmax {
 
   // To the A operand of P V. The keys of V are stored in the order in which the registers of the
   // accumulator come (core/scaling.h, v_slot), so that no value changes lanes.
-  PANTILE_DEVICE static void pack(std::uint32_t (&P)[4][4], const std::uint32_t (&S)[32]) {
+  PANTILE_DEVICE static void pack(Weights& P, const Scores& S) {
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const std::uint32_t first = S[index(step, r)], second = S[index(step, r) + 2];
@@ -128,13 +132,13 @@ class Fp8Softmax {
   }
 
   // {row 0, row 1}, of this lane's keys.
-  static PANTILE_DEVICE std::uint32_t row_max(const std::uint32_t (&S)[32]) {
+  static PANTILE_DEVICE std::uint32_t row_max(const Scores& S) {
     std::uint32_t most[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       std::uint32_t even = S[i], odd = S[2 + i];
 #pragma unroll
-      for (int j = 2; j < 16; j += 2) {
+      for (int j = 2; j < kTiles; j += 2) {
         even = prim::max2(even, S[2 * j + i]);
         odd = prim::max2(odd, S[2 * j + 2 + i]);
       }
@@ -182,12 +186,12 @@ class Fp8Softmax {
     }
   }
 
-  static PANTILE_DEVICE void encode_row(std::uint32_t (&S)[32], int i, std::uint32_t scale,
+  static PANTILE_DEVICE void encode_row(Scores& S, int i, std::uint32_t scale,
                                         std::uint32_t code_scale, std::uint32_t code_offset,
                                         std::uint32_t c) {
     constexpr std::uint32_t kRound = prim::twice(0x6400);  // 1024
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int r = i; r < 4; r += 2) {
 #pragma unroll
@@ -204,4 +208,4 @@ class Fp8Softmax {
   std::uint32_t c_;
 };
 
-}  // namespace pantile::hopper
+}  // namespace pantile::attn

@@ -1,19 +1,19 @@
-// Masks on scores that lie as pairs of fp16 in accumulators of 64 x 128.
+// Masks on scores that lie as pairs of fp16 in accumulators (fp8_softmax.cuh).
 #pragma once
 
 #include <cstdint>
 
 #include "prim/address.cuh"
 
-namespace pantile::hopper {
+namespace pantile::attn {
 
 // Hides what lies outside [low, high) of row i; columns relative to the thread's first one.
 // kLow: is there a lower bound at all?
-template <bool kLow>
-PANTILE_DEVICE void mask_row(std::uint32_t (&S)[32], int i, int low, int high) {
+template <bool kLow, int kRegisters>
+PANTILE_DEVICE void mask_row(std::uint32_t (&S)[kRegisters], int i, int low, int high) {
   constexpr std::uint32_t kMinusInfinity = 0xfc00u;
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
+  for (int j = 0; j < kRegisters / 2; ++j) {
     std::uint32_t& x = S[2 * j + i];
     if (8 * j + 1 >= high || (kLow && 8 * j + 1 < low)) {
       x = (x & 0xffffu) | kMinusInfinity << 16;
@@ -24,4 +24,4 @@ PANTILE_DEVICE void mask_row(std::uint32_t (&S)[32], int i, int low, int high) {
   }
 }
 
-}  // namespace pantile::hopper
+}  // namespace pantile::attn
