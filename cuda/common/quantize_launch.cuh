@@ -25,16 +25,23 @@ class QuantizeCall {
         stream_(stream),
         may_overlap_(may_overlap) {}
 
-  template <DType kDType>
+  // kMostDim: the largest head dim of the row.
+  template <DType kDType, int kMostDim>
   Status run() const {
     const cuda::DeviceGuard guard(plan_.device.device.index);
     if (!guard.status().ok()) {
       return guard.status();
     }
     const std::int64_t dim = p_.head_dim;
-    return dim <= 64    ? run_dim<kDType, 64>()
-           : dim <= 128 ? run_dim<kDType, 128>()
-                        : run_dim<kDType, 256>();
+    if (dim <= 64) {
+      return run_dim<kDType, 64>();
+    }
+    if constexpr (kMostDim > 128) {
+      if (dim > 128) {
+        return run_dim<kDType, 256>();
+      }
+    }
+    return run_dim<kDType, 128>();
   }
 
  private:

@@ -13,7 +13,7 @@ Status launch_quantize(const QuantizePlan& plan, const QuantizeTensors& tensors,
     return Status();  // no rows
   }
   return common::QuantizeCall(plan, tensors, workspace, static_cast<cudaStream_t>(stream), false)
-      .run<kDType>();
+      .run<kDType, kHeadDim>();
 }
 
 }  // namespace pantile::ampere

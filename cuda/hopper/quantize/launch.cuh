@@ -12,7 +12,7 @@ Status launch_quantize(const QuantizePlan& plan, const QuantizeTensors& tensors,
     return Status();  // no rows
   }
   return common::QuantizeCall(plan, tensors, workspace, static_cast<cudaStream_t>(stream), true)
-      .run<kDType>();
+      .run<kDType, kHeadDim>();
 }
 
 }  // namespace pantile::hopper
