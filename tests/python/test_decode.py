@@ -744,8 +744,17 @@ def test_only_q_is_rotated_without_new_keys(target):
 # ---- MLA
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_scales_of_the_slots_of_a_head_lie_side_by_side(layout):
+    cache = KVCache.paged(3, 16, 4, 64, dtype=torch.int8, layout=layout)
+    for scale, codes in ((cache.scale_k, cache.k), (cache.scale_v, cache.v)):
+        assert scale.shape == codes.shape[:-1]
+        assert scale.stride(1 if layout == "NHD" else 2) == 1
+        assert scale.min() == scale.max() == 1.0
+
+
 @pytest.mark.parametrize("heads", [16, 3])
-@pytest.mark.parametrize("coded", [None, E4M3])
+@pytest.mark.parametrize("coded", [None, E4M3, torch.int8])
 def test_mla(target, heads, coded):
     form = {"coded": coded, "scales": "token"} if coded else {}
     case = make(
