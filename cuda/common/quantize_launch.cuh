@@ -33,15 +33,13 @@ class QuantizeCall {
       return guard.status();
     }
     const std::int64_t dim = p_.head_dim;
-    if (dim <= 64) {
-      return run_dim<kDType, 64>();
-    }
     if constexpr (kMostDim > 128) {
-      if (dim > 128) {
-        return run_dim<kDType, 256>();
-      }
+      return dim <= 64    ? run_dim<kDType, 64>()
+             : dim <= 128 ? run_dim<kDType, 128>()
+                          : run_dim<kDType, 256>();
+    } else {
+      return dim <= 64 ? run_dim<kDType, 64>() : run_dim<kDType, 128>();
     }
-    return run_dim<kDType, 128>();
   }
 
  private:

@@ -124,7 +124,7 @@ def test_what_an_entry_needs():
     assert needed("ampere_forward_bf16_d64_full/trial_forward_kernel+") == "experiments"
     assert needed("ampere_forward_bf16_d64_full/sm_90/forward_kernel") == "ampere_on_hopper"
     assert needed("ampere_backward_f32_d64_any/sm_90/backward_kernel_f32") == ""
-    assert needed("ampere_quantize_f32_d256_any/sm_90/quantize_kernel") == "ampere_on_hopper"
+    assert needed("ampere_quantize_f32_d128_any/sm_90/quantize_kernel") == "ampere_on_hopper"
     assert needed("ampere_forward_e4m3_d64_any/sm_89/forward_fp8_kernel") == ""
     assert needed("ampere_forward_bf16_d64_full/sm_80/forward_kernel") == ""
     assert needed("hopper_forward_bf16_d64_full/sm_90a/forward_kernel") == ""
