@@ -385,6 +385,8 @@ def test_quantize(entry, head_dim, smooth_k, record_property):
     dtype = DTYPES.get(entry["dtype"], torch.float8_e4m3fn)
     if smooth_k and dtype is torch.float8_e4m3fn:
         pytest.skip("codes are not smoothed")
+    if head_dim > entry["head_dim"] > 0:
+        pytest.skip("the entry serves smaller head dims")
     shape = Shape("quantize", 2305, 1793, heads=8, heads_k=4)
     shape = shape.small() if target.device == "cpu" else shape
     case = build(shape, "full", (head_dim, head_dim), torch.float32, target.device, 3)
