@@ -131,8 +131,7 @@ bool is_shown_by(std::uint32_t form, const MaskJob& mask, const Query& at, int k
       return mask.query_ids[at.batch * mask.batch_queries + at.row] ==
              mask.key_ids[at.batch * mask.batch_keys + key];
     case kMaskPrefix:
-      return key < mask.prefixes[at.batch * mask.batch_prefixes] ||
-             key <= at.row + at.mask.shift();
+      return key < mask.prefixes[at.batch * mask.batch_prefixes] || key <= at.row + at.mask.shift();
     default: return false;
   }
 }
