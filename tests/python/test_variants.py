@@ -72,13 +72,13 @@ def serves(case, target: Target, given: dict, gradients: bool) -> None:
             pytest.skip(found.reason[:200])
 
 
-def attend(call, case, given: dict, dtype=None):
+def attend(call, case, given: dict, dtype=None, seed: int = 3):
     """(o, lse, gradients of q, k, v and of the learned tensors by name) of ``call``."""
     convert = (lambda x: x.detach().clone()) if dtype is None else lambda x: x.detach().to(dtype)
     operands = [convert(x).requires_grad_() for x in case.operands]
     learned = {n: convert(x).requires_grad_() for n, x in given.items() if n in LEARNED}
     o, lse = call(*operands, **{**given, **learned})
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     grad_o = torch.randn(o.shape, generator=generator).to(o.device, case.q.dtype).to(o.dtype)
     grad_lse = torch.randn(lse.shape, generator=generator).to(o.device, lse.dtype)
     grad_lse = grad_lse.masked_fill(lse.detach() == -torch.inf, 0)
@@ -99,6 +99,16 @@ def assert_right(case, target: Target, given: dict) -> dict:
 
     exact = attend(textbook(torch.float64), case, given, torch.float64)
     coarse = attend(textbook(None), case, given)
+
+    def error_of_few(name):
+        """Of the textbook, over four gradients: that of one may be small by luck."""
+        squares = []
+        for seed in (3, 4, 5, 6):
+            true = attend(textbook(torch.float64), case, given, torch.float64, seed)[name]
+            rounded = attend(textbook(None), case, given, seed=seed)[name]
+            squares.append((rounded.detach().double() - true.detach()).square().mean())
+        return torch.stack(squares).mean().sqrt()
+
     for name, result in ours.items():
         assert result.dtype is coarse[name].dtype or name == "lse"
         found, truth = result.detach().double(), exact[name].detach()
@@ -113,6 +123,8 @@ def assert_right(case, target: Target, given: dict) -> dict:
         # Sums over a whole call, of which many terms cancel, are rounded term by term.
         terms = 64.0 if name in ("alibi", "sinks") else 8.0
         floor = eps * size + torch.finfo(torch.float32).eps * terms * (1 + size)
+        if error > allowed + floor and name in LEARNED and truth.numel() <= 8:
+            allowed = max(allowed, 2 * error_of_few(name))
         assert error <= allowed + floor, f"{name}: {error:.2e} > {allowed:.2e} + {floor:.2e}"
     return ours
 
