@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import pathlib
+import tempfile
 import time
 import zlib
 
@@ -17,6 +19,7 @@ from support import Dirt, Target
 
 GPU_BACKENDS = ("hopper", "ampere")
 CACHED_BYTES = 2**31  # of GPU memory that a test process may keep: others share the GPU
+LARGE_BYTES = 2**34  # of GPU memory that a test marked large may take
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores
@@ -76,11 +79,38 @@ def dirty_memory(request: pytest.FixtureRequest):
         return
     _know_torch()
     dirt = Dirt(launches=not request.node.get_closest_marker("undisturbed"))
-    dirt.soil_allocator()
-    with dirt.spread():
+    large = request.node.get_closest_marker("large")
+    with share_of_memory() if large else contextlib.nullcontext():
+        dirt.soil_allocator()
+        with dirt.spread():
+            yield
+        if large or torch.cuda.memory_reserved() > CACHED_BYTES:
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def share_of_memory(
+    count: int | None = None, folder: str | os.PathLike | None = None, wait: float = 0.05
+):
+    """One of as many shares as the GPU's memory has LARGE_BYTES, among all test processes: a file
+    lock each, which the system takes back when a process dies."""
+    if count is None:
+        count = max(1, torch.cuda.get_device_properties(0).total_memory // LARGE_BYTES)
+    folder = folder or tempfile.gettempdir()
+    with contextlib.ExitStack() as stack:
+        paths = [os.path.join(folder, f"pantile-test-memory-{number}") for number in range(count)]
+        files = [stack.enter_context(open(path, "a")) for path in paths]
+        while not any(map(_lock, files)):
+            time.sleep(wait)
         yield
-    if torch.cuda.memory_reserved() > CACHED_BYTES:
-        torch.cuda.empty_cache()
+
+
+def _lock(file) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _targets() -> list:

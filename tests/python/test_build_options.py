@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import select
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import conftest
@@ -54,3 +59,38 @@ def test_exponentials_of_a_backend():
     assert fp8_exps(Target("cpu", "cpu")) == ("code", "mixed", "exp2")
     assert ("mixed" in fp8_exps(Target("hopper", "cuda"))) == pantile.build_info()["experiments"]
     assert fp8_exps(Target("ampere", "cuda")) == ("code", "exp2")
+
+
+def test_large_tests_share_memory(tmp_path):
+    """As many at a time as there are shares, among processes; one that dies frees its share."""
+    script = (
+        "import conftest, os, sys\n"
+        "print('ready', flush=True)\n"
+        "with conftest.share_of_memory(2, sys.argv[1]):\n"
+        "    print('in', flush=True)\n"
+        "    sys.stdin.read(1) or os._exit(1)\n"
+        "print('out', flush=True)\n"
+    )
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=pathlib.Path(__file__).parent,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    leaves, dies = start(), start()
+    for process in (leaves, dies):
+        assert process.stdout.readline() == b"ready\n"
+        assert process.stdout.readline() == b"in\n"
+    third = start()
+    assert third.stdout.readline() == b"ready\n"
+    assert not select.select([third.stdout], [], [], 0.5)[0], "three at a time with two shares"
+    dies.kill()
+    assert third.stdout.readline() == b"in\n"
+    for process in (leaves, third):
+        out, _ = process.communicate(b".")
+        assert out == b"out\n"
+    dies.wait()

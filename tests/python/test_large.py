@@ -47,6 +47,7 @@ from support import (
 )
 
 pantile.load_torch()
+pytestmark = pytest.mark.large
 
 
 def is_host(entry: dict) -> bool:

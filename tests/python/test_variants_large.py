@@ -35,6 +35,7 @@ from support import (
     parts,
 )
 
+pytestmark = pytest.mark.large
 LEARNED = ("alibi", "bias", "sinks")
 # Of a part of the textbook, which holds up to two dozen matrices of so many float64 or int64 (the
 # mask of dropout) at a time, while other workers share the GPU.
