@@ -24,7 +24,7 @@ HARDWARE = {
     "hopper": "H100, H200 (sm_90a)",
     "ampere": "compute capability 8.0 or later, FP8 8.9 or later (code for sm_80 and, FP8, sm_89, "
     "f32 also for sm_90; PTX)",
-    "cpu": "x86-64 (AVX2, AVX-512, AVX-512 bf16), others by portable code",
+    "cpu": "x86-64 (AVX2, AVX-512), others by portable code",
 }
 # Promises of the contract, which tests/python/test_contract.py holds every backend to.
 EVERY_BACKEND = (

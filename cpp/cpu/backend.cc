@@ -44,22 +44,11 @@ CpuIsa hardware_isa() {
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) {
       return CpuIsa::avx2;
     }
-    return __builtin_cpu_supports("avx512bf16") ? CpuIsa::avx512_bf16 : CpuIsa::avx512;
+    return CpuIsa::avx512;
   }();
   return isa;
 #else
   return CpuIsa::baseline;
-#endif
-}
-
-// VDPBF16PS multiplies twice as much as an FMA. AMD starts one a cycle, like FMAs. On Intel's
-// Emerald Rapids it was measured at 0.72 ns where an FMA takes 0.18 ns, so that bf16 is faster as
-// floats.
-bool has_fast_bf16() {
-#if defined(__x86_64__)
-  return __builtin_cpu_is("amd") != 0;
-#else
-  return false;
 #endif
 }
 
@@ -114,12 +103,11 @@ struct BackwardWorkspace {
 };
 
 // Packing Q and dO once, in place of once for every tile of keys, makes the backward 4 % faster
-// (f32, d128), for two more arrays like the one that dQ is summed in. Pairs of bf16 need two forms.
+// (f32, d128), for two more arrays like the one that dQ is summed in.
 bool keeps_packed_rows(const BackwardPlan& plan) {
   const ForwardProblem& problem = plan.problem.forward;
-  const bool pairs = plan.device.isa == CpuIsa::avx512_bf16 && problem.dtype == DType::bf16;
-  return !pairs && problem.total_q * problem.heads_q * (problem.head_dim + problem.head_dim_v) <=
-                       kMostPackedRows;
+  return problem.total_q * problem.heads_q * (problem.head_dim + problem.head_dim_v) <=
+         kMostPackedRows;
 }
 
 BackwardWorkspace backward_workspace(const BackwardPlan& plan, const BackwardJob& job, void* base) {
@@ -267,7 +255,6 @@ const KernelTable& kernels_for(CpuIsa isa) {
 #if defined(__x86_64__)
     case CpuIsa::avx2: return avx2::kKernels;
     case CpuIsa::avx512: return avx512::kKernels;
-    case CpuIsa::avx512_bf16: return avx512_bf16::kKernels;
 #endif
     default: return baseline::kKernels;
   }
@@ -291,7 +278,7 @@ CpuIsa detect_isa() {
       }
     }
   }
-  return best == CpuIsa::avx512_bf16 && !has_fast_bf16() ? CpuIsa::avx512 : best;
+  return best;
 }
 
 Status accept_forward(const KernelInfo&, const ForwardProblem& problem, const DeviceProps& device) {

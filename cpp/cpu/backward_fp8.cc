@@ -14,7 +14,6 @@ const Fp8KernelTable& fp8_kernels_for(CpuIsa isa) {
 #if defined(__x86_64__)
     case CpuIsa::avx2: return avx2::kFp8Kernels;
     case CpuIsa::avx512: return avx512::kFp8Kernels;
-    case CpuIsa::avx512_bf16: return avx512_bf16::kFp8Kernels;
 #endif
     default: return baseline::kFp8Kernels;
   }

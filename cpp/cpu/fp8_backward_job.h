@@ -80,9 +80,6 @@ extern const Fp8KernelTable kFp8Kernels;
 namespace avx512 {
 extern const Fp8KernelTable kFp8Kernels;
 }
-namespace avx512_bf16 {
-extern const Fp8KernelTable kFp8Kernels;
-}
 #endif
 
 }  // namespace pantile::cpu

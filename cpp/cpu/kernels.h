@@ -273,14 +273,12 @@ inline constexpr std::int64_t kRandomBytes =
 // Bytes of the pairs that a mask shows of a tile of either pass, and of a vector more.
 inline constexpr std::int64_t kShownBytes = kForwardRows * kForwardKeys + 64;
 
-// A thread's own memory. Operands of matrix products are void: they hold floats, or pairs of bf16
-// in half the room.
+// A thread's own memory.
 struct ForwardScratch {
-  void* keys;            // K tile, A operand [kForwardKeys][dim]
-  void* values;          // V tile, B operand summed over keys [kForwardKeys][dim_v]
-  void* queries;         // Q^T, for each row tile a B operand [dim][kForwardRows]
-  void* probabilities;   // P^T in pairs [kForwardKeys / 2][kForwardRows]
-  float* scores;         // S^T, and P^T in floats [kForwardKeys][kForwardRows]
+  float* keys;           // K tile, A operand [kForwardKeys][dim]
+  float* values;         // V tile, B operand summed over keys [kForwardKeys][dim_v]
+  float* queries;        // Q^T, for each row tile a B operand [dim][kForwardRows]
+  float* scores;         // S^T, then P^T [kForwardKeys][kForwardRows]
   float* outputs;        // O before normalisation [item_rows][dim_v]
   float* row_max;        // [item_rows]
   float* row_sum;        // [item_rows]
@@ -301,7 +299,6 @@ PANTILE_HD ForwardScratch forward_scratch(const ForwardJob& job, void* base) {
   scratch.keys = carver.take<float>(kForwardKeys * dim);
   scratch.values = carver.take<float>(kForwardKeys * dim_v);
   scratch.queries = carver.take<float>(job.item_rows * dim);
-  scratch.probabilities = carver.take<float>(kForwardKeys / 2 * kForwardRows);
   scratch.scores = carver.take<float>(kForwardKeys * kForwardRows);
   scratch.outputs = carver.take<float>(job.item_rows * dim_v);
   scratch.row_max = carver.take<float>(job.item_rows);
@@ -349,27 +346,24 @@ PANTILE_HD Fp8Scratch fp8_scratch(const Fp8ForwardJob& job, void* base) {
 }
 
 struct BackwardScratch {
-  void* keys;            // K^T, for each subtile a B operand [dim][kBackwardKeys]
-  void* keys_summed;     // K, B operand summed over keys [item_keys][dim]
-  void* values;          // V^T, for each subtile a B operand [dim_v][kBackwardKeys]
-  void* queries;         // Q, A operand [kBackwardRows][dim]
-  void* queries_summed;  // Q, B operand summed over rows [kBackwardRows][dim]
-  void* grads;           // dO, A operand [kBackwardRows][dim_v]
-  void* grads_summed;    // dO, B operand summed over rows [kBackwardRows][dim_v]
-  void* pairs_p;         // P in pairs along rows [kBackwardRows / 2][kBackwardKeys]
-  void* pairs_ds;        // dS in pairs along rows [kBackwardRows / 2][kBackwardKeys]
-  void* pairs_ds_keys;   // dS in pairs along keys [kBackwardRows][kBackwardKeys / 2]
-  float* scores;         // S, then P [kBackwardRows][kBackwardKeys]
-  float* grad_scores;    // dP, then dS [kBackwardRows][kBackwardKeys]
-  float* grad_keys;      // dK [item_keys][dim]
-  float* grad_values;    // dV [item_keys][dim_v]
-  float* grad_queries;   // dQ of a ragged row tile [kBackwardRows][dim]
-  float* slopes;         // derivatives of the softcap [kBackwardRows][kBackwardKeys], with one
-  float* score_slopes;   // of the score of the user's own [kBackwardRows][kBackwardKeys], with one
-  float* score_inputs;   // what it is computed from, likewise, for gradients of captured tensors
-  float* grad_bias;      // sums of a tile [kBackwardRows][kBackwardKeys], where they are wanted
-  std::uint8_t* random;  // [kRandomBytes] with dropout
-  std::uint8_t* shown;   // [kShownBytes], with a mask beside the window
+  float* keys;            // K^T, for each subtile a B operand [dim][kBackwardKeys]
+  float* keys_summed;     // K, B operand summed over keys [item_keys][dim]
+  float* values;          // V^T, for each subtile a B operand [dim_v][kBackwardKeys]
+  float* queries;         // Q, A operand [kBackwardRows][dim]
+  float* queries_summed;  // Q, B operand summed over rows [kBackwardRows][dim]
+  float* grads;           // dO, A operand [kBackwardRows][dim_v]
+  float* grads_summed;    // dO, B operand summed over rows [kBackwardRows][dim_v]
+  float* scores;          // S, then P [kBackwardRows][kBackwardKeys]
+  float* grad_scores;     // dP, then dS [kBackwardRows][kBackwardKeys]
+  float* grad_keys;       // dK [item_keys][dim]
+  float* grad_values;     // dV [item_keys][dim_v]
+  float* grad_queries;    // dQ of a ragged row tile [kBackwardRows][dim]
+  float* slopes;          // derivatives of the softcap [kBackwardRows][kBackwardKeys], with one
+  float* score_slopes;    // of the score of the user's own [kBackwardRows][kBackwardKeys], with one
+  float* score_inputs;    // what it is computed from, likewise, for gradients of captured tensors
+  float* grad_bias;       // sums of a tile [kBackwardRows][kBackwardKeys], where they are wanted
+  std::uint8_t* random;   // [kRandomBytes] with dropout
+  std::uint8_t* shown;    // [kShownBytes], with a mask beside the window
   std::size_t bytes;
 };
 
@@ -386,9 +380,6 @@ PANTILE_HD BackwardScratch backward_scratch(const BackwardJob& job, void* base) 
   scratch.queries_summed = carver.take<float>(kBackwardRows * dim);
   scratch.grads = carver.take<float>(kBackwardRows * dim_v);
   scratch.grads_summed = carver.take<float>(kBackwardRows * dim_v);
-  scratch.pairs_p = carver.take<float>(kScores / 2);
-  scratch.pairs_ds = carver.take<float>(kScores / 2);
-  scratch.pairs_ds_keys = carver.take<float>(kScores / 2);
   scratch.scores = carver.take<float>(kScores);
   scratch.grad_scores = carver.take<float>(kScores);
   scratch.grad_keys = carver.take<float>(job.item_keys * dim);
@@ -430,9 +421,6 @@ namespace avx2 {
 extern const KernelTable kKernels;
 }
 namespace avx512 {
-extern const KernelTable kKernels;
-}
-namespace avx512_bf16 {
 extern const KernelTable kKernels;
 }
 #endif

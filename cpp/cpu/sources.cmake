@@ -24,9 +24,8 @@ set(_kernel_flags -fno-math-errno -fno-trapping-math -ffp-contract=fast -fno-exc
 set(PANTILE_CPU_ISA_FLAGS_baseline ${_kernel_flags})
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
-  list(APPEND PANTILE_CPU_ISAS avx2 avx512 avx512_bf16)
+  list(APPEND PANTILE_CPU_ISAS avx2 avx512)
   set(PANTILE_CPU_ISA_FLAGS_avx2 ${_kernel_flags} -mavx2 -mfma -mf16c)
   set(PANTILE_CPU_ISA_FLAGS_avx512 ${PANTILE_CPU_ISA_FLAGS_avx2}
     -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
-  set(PANTILE_CPU_ISA_FLAGS_avx512_bf16 ${PANTILE_CPU_ISA_FLAGS_avx512} -mavx512bf16)
 endif()

@@ -108,7 +108,6 @@ const char* cpu_isa_name(CpuIsa isa) {
     case CpuIsa::baseline: return "baseline";
     case CpuIsa::avx2: return "avx2";
     case CpuIsa::avx512: return "avx512";
-    case CpuIsa::avx512_bf16: return "avx512_bf16";
   }
   return "?";
 }

@@ -64,7 +64,7 @@ std::vector<std::int32_t> random_used(int batch, int longest, std::mt19937& rand
 
 std::vector<CpuIsa> usable_isas() {
   std::vector<CpuIsa> isas;
-  for (const CpuIsa isa : {CpuIsa::baseline, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16}) {
+  for (const CpuIsa isa : {CpuIsa::baseline, CpuIsa::avx2, CpuIsa::avx512}) {
     // Running a plan is refused, not crashed, when the processor lacks the instructions.
     Case probe(Shape{}, 1);
     DeviceProps device = device_of(Target{Backend::cpu, isa, 1});

@@ -240,13 +240,6 @@ class Gradient : public ::testing::TestWithParam<Law> {
   Gradients truth_;
 };
 
-// dS enters the products rounded to bf16 on processors that multiply pairs of bf16. What its rows
-// then do not sum up to leaks into dQ along the mean of K: 0.6 % under Means, and half the
-// textbook's everywhere.
-double limit_of(double limit, CpuIsa isa) {
-  return isa == CpuIsa::avx512_bf16 ? std::max(limit, 0.8) : limit;
-}
-
 TEST_P(Gradient, IsAsExactAsItsType) {
   const Law& law = GetParam();
   for (const DType dtype : {DType::bf16, DType::f16}) {
@@ -258,8 +251,8 @@ TEST_P(Gradient, IsAsExactAsItsType) {
       }
       SCOPED_TRACE(std::string(dtype_name(dtype)) + " " + cpu_isa_name(isa));
       const Relative error = errors(Target{Backend::cpu, isa, 2}, true);
-      EXPECT_LE(error.q, unit * limit_of(law.limit_q, isa));
-      EXPECT_LE(error.k, unit * limit_of(law.limit_k, isa));
+      EXPECT_LE(error.q, unit * law.limit_q);
+      EXPECT_LE(error.k, unit * law.limit_k);
       EXPECT_LE(error.v, unit * 0.4);
     }
   }

@@ -12,6 +12,8 @@
 // 3. dK and dV are scaled and written; dQ by the last tile of keys that adds to it.
 //
 // Every sum has one order, whatever the number of threads. dQ alone is shared between work items.
+// All products are of floats, also of bf16 operands on processors that multiply pairs of bf16: rows
+// of a dS in bf16 do not sum to 0, and what they leak reaches dQ with the mean of the keys.
 #pragma once
 
 #include <type_traits>
@@ -86,10 +88,10 @@ inline void prepare(const BackwardJob& job, int item) {
   const Rows grad_o = rows_of(job.dtype, job.grad_o, work.batch, work.head, rows, job.dim_v);
   if (job.finite != nullptr) {
     const Rows queries = rows_of(job.dtype, job.q, work.batch, work.head, rows, job.dim);
-    const bool q_dropped = pack_summed(
-        FloatMath(), packed_address(job.packed_q, work.batch, work.head, begin), queries);
-    const bool grad_o_dropped = pack_summed(
-        FloatMath(), packed_address(job.packed_grad_o, work.batch, work.head, begin), grad_o);
+    const bool q_dropped =
+        pack_summed(packed_address(job.packed_q, work.batch, work.head, begin), queries);
+    const bool grad_o_dropped =
+        pack_summed(packed_address(job.packed_grad_o, work.batch, work.head, begin), grad_o);
     job.finite[number] = static_cast<std::uint8_t>((q_dropped ? 0 : 1) | (grad_o_dropped ? 0 : 2));
   }
   const float* grad_lse =
@@ -193,16 +195,14 @@ inline Span keys_at(const KeyBlock& block, int place) {
 
 // Stage 2 for one row tile. `keys_not_finite` are the block's keys if some of their values were
 // dropped.
-template <class Math>
 inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const QueryTile& tile,
                          const BackwardScratch& scratch, const Rows* keys_not_finite) {
-  const PackedRows q = query_rows<Math>(job, block, tile, job.q, job.packed_q, 1, job.dim,
-                                        scratch.queries, scratch.queries_summed);
-  const PackedRows grad_o = query_rows<Math>(job, block, tile, job.grad_o, job.packed_grad_o, 2,
-                                             job.dim_v, scratch.grads, scratch.grads_summed);
+  const PackedRows q = query_rows(job, block, tile, job.q, job.packed_q, 1, job.dim,
+                                  scratch.queries, scratch.queries_summed);
+  const PackedRows grad_o = query_rows(job, block, tile, job.grad_o, job.packed_grad_o, 2,
+                                       job.dim_v, scratch.grads, scratch.grads_summed);
   const float* lse = head_values(job.lse, job.q.side, block.batch, tile.head) + tile.rows.begin;
   const float* delta = head_values(job.delta, job.q.side, block.batch, tile.head) + tile.rows.begin;
-  const bool pairs = Math::kDepth == 2;
   const VisiblePairs visible{block.mask, job.variant.mask, block.batch, tile.head};
   RowSums row_sums(job, block, tile, scratch.grad_queries);
   float* sums = nullptr;
@@ -219,8 +219,8 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
     }
     const Subtile subtile{place, keys, core::ceil_div(keys.size(), kLanes),
                           tile.index >= plan.full.begin && tile.index < plan.full.end};
-    score<Math>(tile, subtile, q.as_a, scratch.keys, job.dim, job.scale, scratch.scores);
-    score<Math>(tile, subtile, grad_o.as_a, scratch.values, job.dim_v, 1.0f, scratch.grad_scores);
+    score(tile, subtile, q.as_a, scratch.keys, job.dim, scratch.scores);
+    score(tile, subtile, grad_o.as_a, scratch.values, job.dim_v, scratch.grad_scores);
     if (job.variant.any_score || job.variant.dropped > 0 || sight == Sight::some) {
       const ScoreSlopes slopes{job.variant.softcap > 0.0f ? scratch.slopes : nullptr,
                                job.variant.score.exists ? scratch.score_slopes : nullptr, nullptr};
@@ -228,24 +228,24 @@ inline void add_row_tile(const BackwardJob& job, const KeyBlock& block, const Qu
                   scratch.scores, slopes);
       VariantChange change(job, block.batch, block.mask, tile, subtile, sight == Sight::some,
                            slopes, scratch);
-      weigh<Math>(block.mask, tile, subtile, lse, delta, scratch, change);
+      weigh(block.mask, tile, subtile, lse, delta, scratch, change);
       if (job.slope_sums != nullptr) {
         job.slope_sums[slope_number(job, block, tile.head)] -= change.distance_sum();
       }
     } else {
       NoChange change;
-      weigh<Math>(block.mask, tile, subtile, lse, delta, scratch, change);
+      weigh(block.mask, tile, subtile, lse, delta, scratch, change);
     }
-    add_to_keys<Math>(visible, tile, subtile, pairs ? scratch.pairs_p : scratch.scores, grad_o.as_b,
-                      job.dim_v, scratch.grad_values, grad_o.not_finite());
-    add_to_keys<Math>(visible, tile, subtile, pairs ? scratch.pairs_ds : scratch.grad_scores,
-                      q.as_b, job.dim, scratch.grad_keys, q.not_finite());
+    add_to_keys(visible, tile, subtile, scratch.scores, grad_o.as_b, job.dim_v, scratch.grad_values,
+                grad_o.not_finite());
+    add_to_keys(visible, tile, subtile, scratch.grad_scores, q.as_b, job.dim, scratch.grad_keys,
+                q.not_finite());
     const bool empty = sums == nullptr && row_sums.is_empty();
     if (sums == nullptr) {
       sums = row_sums.take();
     }
-    add_to_rows<Math>(visible, tile, subtile, pairs ? scratch.pairs_ds_keys : scratch.grad_scores,
-                      job.dim, empty, sums, scratch, keys_not_finite);
+    add_to_rows(visible, tile, subtile, scratch.grad_scores, job.dim, empty, sums, scratch,
+                keys_not_finite);
   }
   if (sums == nullptr) {  // the mask hides all: nothing to add, but the turn must pass on
     sums = row_sums.take();
@@ -312,41 +312,35 @@ inline void write_shared_keys(const BackwardJob& job, int item) {
 }
 
 // Stage 1. True when K holds values that are not finite.
-template <class Math>
 inline bool pack_keys(const BackwardJob& job, const Rows& k, const Rows& v,
                       const BackwardScratch& scratch) {
-  using Item = typename Math::Item;
   for (int place = 0; place < k.count; place += kBackwardKeys) {
     const int count = core::min_of(kBackwardKeys, k.count - place);
-    pack_transposed(Math(),
-                    static_cast<Item*>(scratch.keys) + place * (padded(k.dim) / Math::kDepth),
-                    kBackwardKeys, k.part(place, count), job.scale);
-    pack_transposed(Math(),
-                    static_cast<Item*>(scratch.values) + place * (padded(v.dim) / Math::kDepth),
-                    kBackwardKeys, v.part(place, count), 1.0f);
+    pack_transposed(scratch.keys + place * padded(k.dim), kBackwardKeys, k.part(place, count),
+                    job.scale);
+    pack_transposed(scratch.values + place * padded(v.dim), kBackwardKeys, v.part(place, count),
+                    1.0f);
   }
-  return pack_summed(Math(), static_cast<Item*>(scratch.keys_summed), k);
+  return pack_summed(scratch.keys_summed, k);
 }
 
-template <class Math>
 inline void stream_rows(const BackwardJob& job, const KeyBlock& block,
                         const BackwardScratch& scratch) {
   const Rows k = rows_of(job.dtype, job.k, block.batch, block.key_head, block.keys, job.dim);
   const Rows v = rows_of(job.dtype, job.v, block.batch, block.key_head, block.keys, job.dim_v);
-  const Rows* const not_finite = pack_keys<Math>(job, k, v, scratch) ? &k : nullptr;
+  const Rows* const not_finite = pack_keys(job, k, v, scratch) ? &k : nullptr;
   const core::TilePlan plan = core::plan_key_tile(block.mask, block.keys, kBackwardRows);
   const int first_head = job.heads.first_query_head(block.key_head);
   for (int head = first_head; head < first_head + job.heads.group(); ++head) {
     for (int t = plan.visit.begin; t < plan.visit.end; ++t) {
       const Span rows{t * kBackwardRows, core::min_of((t + 1) * kBackwardRows, block.mask.rows)};
       const QueryTile tile{head, t, rows};
-      add_row_tile<Math>(job, block, tile, scratch, not_finite);
+      add_row_tile(job, block, tile, scratch, not_finite);
     }
   }
 }
 
-template <class Math>
-void backward(const BackwardJob& job, int item, void* memory) {
+inline void backward(const BackwardJob& job, int item, void* memory) {
   core::WorkTile work = job.key_order.tile(item);
   work.batch += job.first_batch;
   const Extent q = extent_of(job.q.side, work.batch);
@@ -361,7 +355,7 @@ void backward(const BackwardJob& job, int item, void* memory) {
     const int touched = core::min_of(touched_rows(block.keys.size()), job.item_keys);
     fill(scratch.grad_keys, touched * padded(job.dim), 0.0f);
     fill(scratch.grad_values, touched * padded(job.dim_v), 0.0f);
-    stream_rows<Math>(job, block, scratch);
+    stream_rows(job, block, scratch);
     if (job.shared_grad_k != nullptr) {
       add_keys(job, block, scratch.grad_keys, job.dim, job.scale, job.shared_grad_k);
       add_keys(job, block, scratch.grad_values, job.dim_v, 1.0f, job.shared_grad_v);

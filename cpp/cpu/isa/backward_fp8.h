@@ -230,7 +230,7 @@ inline void load_rows_fp8(const Fp8BackwardJob& job, std::int64_t row, int count
 
 // c[rows][kStepKeys] = a[rows][dim] b[dim][kStepKeys].
 inline void multiply_codes(const float* a, int lda, const float* b, int rows, int steps, float* c) {
-  Product<FloatMath> p{};
+  Product p{};
   p.a = a;
   p.lda = lda;
   p.b = b;
@@ -240,7 +240,7 @@ inline void multiply_codes(const float* a, int lda, const float* b, int rows, in
   p.rows = rows;
   p.vectors = kStepKeys / kLanes;
   p.steps = steps;
-  multiply<FloatMath, Start::zero, Walk::along_rows>(p);
+  multiply<Start::zero, Walk::along_rows>(p);
 }
 
 // ---- steps --------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ template <class Factor>
 inline void add_to_keys_fp8(const float* weights, const float* rows, int count, int dim,
                             float* part, float* sums, Factor factor) {
   const int width = padded(dim);
-  Product<FloatMath> p{};
+  Product p{};
   p.a = weights;
   p.lda = kStepKeys;
   p.b = rows;
@@ -329,7 +329,7 @@ inline void add_to_keys_fp8(const float* weights, const float* rows, int count, 
   p.rows = kStepKeys;
   p.vectors = width / kLanes;
   p.steps = count;
-  multiply<FloatMath, Start::zero, Walk::along_columns>(p);
+  multiply<Start::zero, Walk::along_columns>(p);
   for (int key = 0; key < kStepKeys; ++key) {
     const Floats by = splat(factor(key));
     for (int d = 0; d < width; d += kLanes) {
@@ -343,7 +343,7 @@ inline void add_to_keys_fp8(const float* weights, const float* rows, int count, 
 inline void add_to_rows_fp8(const Fp8BackwardJob& job, const Fp8Step& step, bool empty,
                             const Fp8BackwardScratch& scratch, float* sums) {
   const int width = padded(job.dim);
-  Product<FloatMath> p{};
+  Product p{};
   p.a = scratch.grad_scores;
   p.lda = kStepKeys;
   p.b = scratch.keys_summed;
@@ -353,7 +353,7 @@ inline void add_to_rows_fp8(const Fp8BackwardJob& job, const Fp8Step& step, bool
   p.rows = step.rows.size();
   p.vectors = width / kLanes;
   p.steps = kStepKeys;
-  multiply<FloatMath, Start::zero, Walk::along_rows>(p);
+  multiply<Start::zero, Walk::along_rows>(p);
   const Floats factor = splat(step.scale_ds * step.scale_k);
   for (int at = 0; at < step.rows.size() * width; at += kLanes) {
     const Floats part = load(scratch.part + at) * factor;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cpu/isa/mask.h"
-#include "cpu/isa/pairs.h"
 #include "cpu/isa/problem.h"
 #include "cpu/isa/variant.h"
 
@@ -34,27 +33,14 @@ PANTILE_INLINE float* packed_address(const Operand& packed, int batch, int head,
   return head_address<F32>(packed, batch, head) + row * packed.side.seq_stride;
 }
 
-// P and dS of kLanes keys of two rows, as operands of the products in step c.
-PANTILE_INLINE void keep(FloatMath, const Floats (&p)[2], const Floats (&ds)[2], int row, int lane,
+// P and dS of kLanes keys of two rows, in the places of S and dP.
+PANTILE_INLINE void keep(const Floats (&p)[2], const Floats (&ds)[2], int row, int lane,
                          const BackwardScratch& scratch) {
   for (int i = 0; i < 2; ++i) {
     store(scratch.scores + (row + i) * kBackwardKeys + lane, p[i]);
     store(scratch.grad_scores + (row + i) * kBackwardKeys + lane, ds[i]);
   }
 }
-#if defined(__AVX512BF16__)
-PANTILE_INLINE void keep(PairMath, const Floats (&p)[2], const Floats (&ds)[2], int row, int lane,
-                         const BackwardScratch& scratch) {
-  const int pair = row / 2 * kBackwardKeys + lane;
-  store(static_cast<std::uint32_t*>(scratch.pairs_p) + pair, pair_up(p[0], p[1]));
-  store(static_cast<std::uint32_t*>(scratch.pairs_ds) + pair, pair_up(ds[0], ds[1]));
-  for (int i = 0; i < 2; ++i) {
-    store_bf16(
-        static_cast<std::uint16_t*>(scratch.pairs_ds_keys) + (row + i) * kBackwardKeys + lane,
-        ds[i]);
-  }
-}
-#endif
 
 // Keys of a subtile, and what a row tile sees of it.
 struct Subtile {
@@ -90,7 +76,7 @@ PANTILE_INLINE RowPair row_pair(const core::ShiftedMask& mask, const QueryTile& 
 
 // Step b for two rows: from S and dP to P and dS. `kHides`: some pairs in reach are hidden.
 // `Change` is what a variant changes.
-template <class Math, bool kHides, class Change>
+template <bool kHides, class Change>
 PANTILE_INLINE void weigh_pair(const RowPair& pair, const Subtile& subtile, int row,
                                const BackwardScratch& scratch, Change& change) {
   const Ints lanes = lane_numbers();
@@ -113,7 +99,7 @@ PANTILE_INLINE void weigh_pair(const RowPair& pair, const Subtile& subtile, int 
       p[i] = change.drop(p[i], kept);
       ds[i] = change.finish(ds[i], row + i, v * kLanes);
     }
-    keep(Math(), p, ds, row, v * kLanes, scratch);
+    keep(p, ds, row, v * kLanes, scratch);
   }
 }
 
@@ -200,7 +186,7 @@ class VariantChange {
   Floats distance_sum_{};
 };
 
-template <class Math, class Change>
+template <class Change>
 inline void weigh(const core::ShiftedMask& mask, const QueryTile& tile, const Subtile& subtile,
                   const float* lse, const float* delta, const BackwardScratch& scratch,
                   Change& change) {
@@ -210,49 +196,44 @@ inline void weigh(const core::ShiftedMask& mask, const QueryTile& tile, const Su
     const bool all = core::max_of(pair.seen[0].begin, pair.seen[1].begin) <= reach.begin &&
                      core::min_of(pair.seen[0].end, pair.seen[1].end) >= reach.end;
     if (all) {
-      weigh_pair<Math, false>(pair, subtile, row, scratch, change);
+      weigh_pair<false>(pair, subtile, row, scratch, change);
     } else {
-      weigh_pair<Math, true>(pair, subtile, row, scratch, change);
+      weigh_pair<true>(pair, subtile, row, scratch, change);
     }
   }
 }
 
 // S = Q K^T, or dP with dO, V^T and dP for Q, K^T and S.
-template <class Math>
-inline void score(const QueryTile& tile, const Subtile& subtile, const void* a, const void* b,
-                  int dim, float scale, float* c) {
-  using Item = typename Math::Item;
-  Product<Math> p{};
-  p.a = static_cast<const Item*>(a);
-  p.lda = padded(dim) / Math::kDepth;
-  p.b = static_cast<const Item*>(b) + subtile.place * p.lda;
+inline void score(const QueryTile& tile, const Subtile& subtile, const float* a, const float* b,
+                  int dim, float* c) {
+  Product p{};
+  p.a = a;
+  p.lda = padded(dim);
+  p.b = b + subtile.place * p.lda;
   p.ldb = kBackwardKeys;
   p.c = c;
   p.ldc = kBackwardKeys;
   p.rows = tile.rows.size();
   p.vectors = subtile.vectors;
-  p.steps = core::ceil_div(dim, Math::kDepth);
-  p.scale = scale;
-  multiply<Math, Start::zero, Walk::along_rows>(p);
+  p.steps = dim;
+  multiply<Start::zero, Walk::along_rows>(p);
 }
 
 // dV += P^T dO, or dK += dS^T Q. `not_finite` are the rows of dO or Q if some were dropped.
-template <class Math>
 inline void add_to_keys(const VisiblePairs& visible, const QueryTile& tile, const Subtile& subtile,
-                        const void* weights, const void* rows, int dim, float* sums,
+                        const float* weights, const float* rows, int dim, float* sums,
                         const Rows* not_finite) {
-  using Item = typename Math::Item;
-  Product<Math> p{};
-  p.a = static_cast<const Item*>(weights);
+  Product p{};
+  p.a = weights;
   p.lda = kBackwardKeys;
-  p.b = static_cast<const Item*>(rows);
+  p.b = rows;
   p.ldb = padded(dim);
   p.c = sums + subtile.place * p.ldb;
   p.ldc = p.ldb;
   p.rows = subtile.keys.size();
   p.vectors = padded(dim) / kLanes;
-  p.steps = core::ceil_div(tile.rows.size(), Math::kDepth);
-  multiply<Math, Start::old, Walk::along_columns>(p);
+  p.steps = tile.rows.size();
+  multiply<Start::old, Walk::along_columns>(p);
   if (not_finite != nullptr) {
     add_not_finite<Walk::along_columns>(p, subtile.keys.size(), *not_finite, [&](int key, int row) {
       return visible(tile.rows.begin + row, subtile.keys.begin + key);
@@ -262,26 +243,23 @@ inline void add_to_keys(const VisiblePairs& visible, const QueryTile& tile, cons
 
 // dQ += dS K, or dQ = dS K if the sums are empty. `not_finite` are the rows of the block's K if
 // some were dropped.
-template <class Math>
 inline void add_to_rows(const VisiblePairs& visible, const QueryTile& tile, const Subtile& subtile,
-                        const void* weights, int dim, bool empty, float* sums,
+                        const float* weights, int dim, bool empty, float* sums,
                         const BackwardScratch& scratch, const Rows* not_finite) {
-  using Item = typename Math::Item;
-  Product<Math> p{};
-  p.a = static_cast<const Item*>(weights);
-  p.lda = kBackwardKeys / Math::kDepth;
+  Product p{};
+  p.a = weights;
+  p.lda = kBackwardKeys;
   p.ldb = padded(dim);
-  p.b = static_cast<const Item*>(scratch.keys_summed) + subtile.place / Math::kDepth * p.ldb;
+  p.b = scratch.keys_summed + subtile.place * p.ldb;
   p.c = sums;
   p.ldc = p.ldb;
   p.rows = tile.rows.size();
   p.vectors = padded(dim) / kLanes;
-  p.steps = core::ceil_div(subtile.keys.size(), Math::kDepth);
-  p.scale = 1.0f;
+  p.steps = subtile.keys.size();
   if (empty) {
-    multiply<Math, Start::zero, Walk::along_rows>(p);
+    multiply<Start::zero, Walk::along_rows>(p);
   } else {
-    multiply<Math, Start::old, Walk::along_rows>(p);
+    multiply<Start::old, Walk::along_rows>(p);
   }
   if (not_finite != nullptr) {
     add_not_finite<Walk::along_rows>(
@@ -293,37 +271,34 @@ inline void add_to_rows(const VisiblePairs& visible, const QueryTile& tile, cons
 // An operand's rows both as they are (A) and to be summed over (B), which floats do in one array
 // unless some of them are not finite.
 struct PackedRows {
-  const void* as_a;
-  const void* as_b;
+  const float* as_a;
+  const float* as_b;
   Rows rows;
   bool dropped;
   const Rows* not_finite() const { return dropped ? &rows : nullptr; }
 };
 
-template <class Math>
-inline PackedRows pack_both(const Rows& rows, void* as_a, void* as_b) {
-  using Item = typename Math::Item;
-  const bool dropped = pack_summed(Math(), static_cast<Item*>(as_b), rows);
-  if (Math::kDepth == 1 && !dropped) {
+inline PackedRows pack_both(const Rows& rows, float* as_a, float* as_b) {
+  const bool dropped = pack_summed(as_b, rows);
+  if (!dropped) {
     return PackedRows{as_b, as_b, rows, false};
   }
-  pack_rows(Math(), static_cast<Item*>(as_a), rows, kBackwardRows);
+  pack_rows(as_a, rows, kBackwardRows);
   return PackedRows{as_a, as_b, rows, dropped};
 }
 
 // Rows of Q or dO: the ones the preparation packed, if it did and bit `bit` says that they are
 // finite.
-template <class Math>
 inline PackedRows query_rows(const BackwardJob& job, const KeyBlock& block, const QueryTile& tile,
                              const Operand& operand, const Operand& packed, unsigned bit, int dim,
-                             void* as_a, void* as_b) {
+                             float* as_a, float* as_b) {
   const Rows rows = rows_of(job.dtype, operand, block.batch, tile.head, tile.rows, dim);
   if (job.finite != nullptr &&
       (job.finite[tile_number(job, block.batch, tile.head, tile.index)] & bit) != 0) {
     const float* from = packed_address(packed, block.batch, tile.head, tile.rows.begin);
     return PackedRows{from, from, rows, false};
   }
-  return pack_both<Math>(rows, as_a, as_b);
+  return pack_both(rows, as_a, as_b);
 }
 
 }  // namespace

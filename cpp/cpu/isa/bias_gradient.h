@@ -47,14 +47,14 @@ inline void grad_scores(const BackwardJob& job, const KeyBlock& block, const Que
                         const BackwardScratch& scratch) {
   const Rows q = rows_of(job.dtype, job.q, block.batch, tile.head, tile.rows, job.dim);
   const Rows grad_o = rows_of(job.dtype, job.grad_o, block.batch, tile.head, tile.rows, job.dim_v);
-  auto* queries = static_cast<float*>(scratch.queries);
-  auto* grads = static_cast<float*>(scratch.grads);
-  pack_rows(FloatMath(), queries, q, kBackwardRows);
-  pack_rows(FloatMath(), grads, grad_o, kBackwardRows);
+  float* const queries = scratch.queries;
+  float* const grads = scratch.grads;
+  pack_rows(queries, q, kBackwardRows);
+  pack_rows(grads, grad_o, kBackwardRows);
   const float* lse = head_values(job.lse, job.q.side, block.batch, tile.head) + tile.rows.begin;
   const float* delta = head_values(job.delta, job.q.side, block.batch, tile.head) + tile.rows.begin;
-  score<FloatMath>(tile, subtile, queries, scratch.keys, job.dim, job.scale, scratch.scores);
-  score<FloatMath>(tile, subtile, grads, scratch.values, job.dim_v, 1.0f, scratch.grad_scores);
+  score(tile, subtile, queries, scratch.keys, job.dim, scratch.scores);
+  score(tile, subtile, grads, scratch.values, job.dim_v, scratch.grad_scores);
   const bool has_score = job.variant.score.exists;
   const ScoreSlopes wanted{nullptr, has_score ? scratch.score_slopes : nullptr,
                            of_score ? scratch.score_inputs : nullptr};
@@ -62,7 +62,7 @@ inline void grad_scores(const BackwardJob& job, const KeyBlock& block, const Que
               kBackwardKeys, scratch.scores, wanted);
   VariantChange change(job, block.batch, block.mask, tile, subtile, masked,
                        of_score ? ScoreSlopes() : wanted, scratch);
-  weigh<FloatMath>(block.mask, tile, subtile, lse, delta, scratch, change);
+  weigh(block.mask, tile, subtile, lse, delta, scratch, change);
 }
 
 // Adds scratch.grad_scores to the sums of the tile.
@@ -93,9 +93,9 @@ inline void add_head(const BackwardJob& job, const BiasTile& bias, int batch, in
     return;
   }
   const int key_head = job.heads.key_head(head);
-  pack_transposed(FloatMath(), static_cast<float*>(scratch.keys), kBackwardKeys,
+  pack_transposed(scratch.keys, kBackwardKeys,
                   rows_of(job.dtype, job.k, batch, key_head, keys, job.dim), job.scale);
-  pack_transposed(FloatMath(), static_cast<float*>(scratch.values), kBackwardKeys,
+  pack_transposed(scratch.values, kBackwardKeys,
                   rows_of(job.dtype, job.v, batch, key_head, keys, job.dim_v), 1.0f);
   const KeyBlock block{batch, key_head, 0, mask, keys};
   for (int t = tiles.begin; t < tiles.end; ++t) {

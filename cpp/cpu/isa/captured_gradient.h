@@ -63,9 +63,9 @@ inline void add_captured_head(const BackwardJob& job, int batch, int head,
     if (plan.visit.empty()) {
       continue;
     }
-    pack_transposed(FloatMath(), static_cast<float*>(scratch.keys), kBackwardKeys,
+    pack_transposed(scratch.keys, kBackwardKeys,
                     rows_of(job.dtype, job.k, batch, key_head, keys, job.dim), job.scale);
-    pack_transposed(FloatMath(), static_cast<float*>(scratch.values), kBackwardKeys,
+    pack_transposed(scratch.values, kBackwardKeys,
                     rows_of(job.dtype, job.v, batch, key_head, keys, job.dim_v), 1.0f);
     const KeyBlock block{batch, key_head, 0, mask, keys};
     for (int t = plan.visit.begin; t < plan.visit.end; ++t) {

@@ -18,7 +18,6 @@
 
 #include "core/softmax_state.h"
 #include "cpu/isa/mask.h"
-#include "cpu/isa/pairs.h"
 #include "cpu/isa/problem.h"
 #include "cpu/isa/variant.h"
 
@@ -73,25 +72,9 @@ inline void pad_scores(int keys, float* scores) {
   }
 }
 
-// P^T of kWays keys, where PV will look for it: in the place of S^T, or in pairs.
-PANTILE_INLINE void keep(const Floats (&p)[kWays], float* scores, float*) {
-  PANTILE_UNROLL for (int way = 0; way < kWays; ++way) {
-    store(scores + way * kForwardRows, p[way]);
-  }
-}
-#if defined(__AVX512BF16__)
-PANTILE_INLINE void keep(const Floats (&p)[kWays], float*, std::uint32_t* pairs) {
-  PANTILE_UNROLL for (int way = 0; way < kWays; way += 2) {
-    store(pairs + way / 2 * kForwardRows, pair_up(p[way], p[way + 1]));
-  }
-}
-#endif
-
-// The online softmax of kLanes rows: reads one column of vectors of S^T, writes P^T, moves the
-// rows' state on and returns what their outputs shrink by. `keys` is a multiple of kWays.
-template <class Math>
-inline Floats soften(float* scores, typename Math::Item* items, int keys, float* row_max,
-                     float* row_sum) {
+// The online softmax of kLanes rows: puts P^T in the place of one column of vectors of S^T, moves
+// the rows' state on and returns what their outputs shrink by. `keys` is a multiple of kWays.
+inline Floats soften(float* scores, int keys, float* row_max, float* row_sum) {
   Floats top[kWays];
   PANTILE_UNROLL for (int way = 0; way < kWays; ++way) {
     top[way] = splat(kHidden);
@@ -110,12 +93,11 @@ inline Floats soften(float* scores, typename Math::Item* items, int keys, float*
   Floats sum[kWays] = {};
   for (int k = 0; k < keys; k += kWays) {
     float* s = scores + k * kForwardRows;
-    Floats p[kWays];
     PANTILE_UNROLL for (int way = 0; way < kWays; ++way) {
-      p[way] = exp(load(s + way * kForwardRows) - shift);
-      sum[way] += p[way];
+      const Floats p = exp(load(s + way * kForwardRows) - shift);
+      sum[way] += p;
+      store(s + way * kForwardRows, p);
     }
-    keep(p, s, items + k / Math::kDepth * kForwardRows);
   }
   const Floats shrink = exp(old_max - shift);
   Floats total = load(row_sum) * shrink;
@@ -151,42 +133,37 @@ PANTILE_INLINE SeenKeys seen_keys(const RowTile& tile, int packed, const Rows* n
 }
 
 // Step a.
-template <class Math>
 inline void score(const ForwardJob& job, const RowTile& tile, const SeenKeys& seen,
                   const ForwardScratch& scratch) {
-  using Item = typename Math::Item;
-  Product<Math> p{};
-  p.lda = padded(job.dim) / Math::kDepth;
-  p.a = static_cast<const Item*>(scratch.keys) + seen.skip * p.lda;
-  p.b = static_cast<const Item*>(scratch.queries) + tile.place * p.lda;
+  Product p{};
+  p.lda = padded(job.dim);
+  p.a = scratch.keys + seen.skip * p.lda;
+  p.b = scratch.queries + tile.place * p.lda;
   p.ldb = kForwardRows;
   p.c = scratch.scores;
   p.ldc = kForwardRows;
   p.rows = seen.keys.size();
   p.vectors = tile.vectors;
-  p.steps = core::ceil_div(job.dim, Math::kDepth);
-  p.scale = job.scale;
-  multiply<Math, Start::zero, Walk::along_rows>(p);
+  p.steps = job.dim;
+  multiply<Start::zero, Walk::along_rows>(p);
 }
 
 // Step d.
-template <class Math>
 inline void add_values(const ForwardJob& job, const ForwardBlock& block, const RowTile& tile,
                        const SeenKeys& seen, const ForwardScratch& scratch) {
-  using Item = typename Math::Item;
   const int width = padded(job.dim_v);
-  Product<Math> p{};
-  p.a = static_cast<const Item*>(Math::kDepth == 1 ? scratch.scores : scratch.probabilities);
+  Product p{};
+  p.a = scratch.scores;
   p.lda = kForwardRows;
-  p.b = static_cast<const Item*>(scratch.values) + seen.skip / Math::kDepth * width;
+  p.b = scratch.values + seen.skip * width;
   p.ldb = width;
   p.c = scratch.outputs + tile.place * width;
   p.ldc = width;
   p.rows = tile.rows.size();
   p.vectors = width / kLanes;
-  p.steps = core::ceil_div(seen.keys.size(), Math::kDepth);
+  p.steps = seen.keys.size();
   p.factor = scratch.row_factor;
-  multiply<Math, Start::old_scaled, Walk::along_columns>(p);
+  multiply<Start::old_scaled, Walk::along_columns>(p);
   if (seen.not_finite != nullptr) {
     const Rows values = seen.not_finite->part(seen.skip, seen.keys.size());
     const VisiblePairs visible{block.mask, job.variant.mask, block.batch, block.head};
@@ -197,10 +174,9 @@ inline void add_values(const ForwardJob& job, const ForwardBlock& block, const R
 }
 
 // Steps a to d for one row tile.
-template <class Math>
 inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTile& tile,
                    const SeenKeys& seen, const ForwardScratch& scratch) {
-  score<Math>(job, tile, seen, scratch);
+  score(job, tile, seen, scratch);
   if (job.variant.any_score) {
     change_columns(job.variant, block.mask, block.batch, block.head, tile.rows, seen.keys,
                    kForwardRows, scratch.scores);
@@ -214,23 +190,20 @@ inline void attend(const ForwardJob& job, const ForwardBlock& block, const RowTi
     hide_unshown(scratch.shown, seen.keys.size(), tile.vectors, scratch.scores);
   }
   pad_scores(seen.keys.size(), scratch.scores);
-  auto* items = static_cast<typename Math::Item*>(scratch.probabilities);
   for (int v = 0; v < tile.vectors; ++v) {
     const int lane = v * kLanes;
     const int row = tile.place + lane;
-    const Floats factor =
-        soften<Math>(scratch.scores + lane, items + lane, core::round_up(seen.keys.size(), kWays),
-                     scratch.row_max + row, scratch.row_sum + row);
+    const Floats factor = soften(scratch.scores + lane, core::round_up(seen.keys.size(), kWays),
+                                 scratch.row_max + row, scratch.row_sum + row);
     store(scratch.row_factor + lane, factor);
   }
   if (job.variant.dropped > 0) {
     const Span rows{tile.rows.begin, tile.rows.begin + tile.vectors * kLanes};
     const RandomBytes random =
         random_bytes<true>(job.variant, block.batch, block.head, rows, seen.keys, scratch.random);
-    drop_weights(random, job.variant.dropped, seen.keys.size(), tile.vectors, scratch.scores,
-                 items);
+    drop_weights(random, job.variant.dropped, seen.keys.size(), tile.vectors, scratch.scores);
   }
-  add_values<Math>(job, block, tile, seen, scratch);
+  add_values(job, block, tile, seen, scratch);
 }
 
 // O, normalised, of one row: from the sums to the tensor, with its low bits where they are wanted.
@@ -315,16 +288,14 @@ inline void write_unused(const ForwardJob& job, int batch, int head, Span rows) 
 }
 
 // Stages 1 and 2.
-template <class Math>
 inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
                         const ForwardScratch& scratch) {
-  using Item = typename Math::Item;
   const int key_head = job.heads.key_head(block.head);
   const int row_tiles = core::ceil_div(block.rows.size(), kForwardRows);
-  const int lda = padded(job.dim) / Math::kDepth;
+  const int lda = padded(job.dim);
   for (int t = 0; t < row_tiles; ++t) {
     const RowTile tile = row_tile(block, t * kForwardRows);
-    pack_transposed(Math(), static_cast<Item*>(scratch.queries) + tile.place * lda, kForwardRows,
+    pack_transposed(scratch.queries + tile.place * lda, kForwardRows,
                     rows_of(job.dtype, job.q, block.batch, block.head, tile.rows, job.dim),
                     job.scale);
   }
@@ -350,21 +321,20 @@ inline void stream_keys(const ForwardJob& job, const ForwardBlock& block,
       }
       if (!packed) {
         values = key_rows(job, job.v, block.batch, key_head, keys, job.dim_v, scratch.paged_values);
-        pack_rows(Math(), static_cast<Item*>(scratch.keys),
+        pack_rows(scratch.keys,
                   key_rows(job, job.k, block.batch, key_head, keys, job.dim, scratch.paged_keys),
                   kForwardKeys);
-        dropped = pack_summed(Math(), static_cast<Item*>(scratch.values), values);
+        dropped = pack_summed(scratch.values, values);
         packed = true;
       }
       seen_by_tile.masked = sight == Sight::some;
       seen_by_tile.not_finite = dropped ? &values : nullptr;
-      attend<Math>(job, block, tile, seen_by_tile, scratch);
+      attend(job, block, tile, seen_by_tile, scratch);
     }
   }
 }
 
-template <class Math>
-void forward(const ForwardJob& job, int item, void* memory) {
+inline void forward(const ForwardJob& job, int item, void* memory) {
   const core::WorkTile work = job.order.tile(item);
   const Extent q = extent_of(job.q.side, work.batch);
   const Extent k = extent_of(job.k.side, work.batch);
@@ -379,7 +349,7 @@ void forward(const ForwardJob& job, int item, void* memory) {
     fill(scratch.row_max, touched, core::empty_softmax_state().max);
     fill(scratch.row_sum, touched, core::empty_softmax_state().sum);
     fill(scratch.outputs, touched * padded(job.dim_v), 0.0f);
-    stream_keys<Math>(job, block, scratch);
+    stream_keys(job, block, scratch);
     write_block(job, block, scratch);
   }
   write_unused(job, work.batch, work.head, Span{core::max_of(begin, q.length), end});

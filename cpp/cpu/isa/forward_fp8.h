@@ -158,7 +158,7 @@ inline void score_fp8(const Fp8ForwardJob& job, const Fp8Block& block, const Fp8
   const int width = padded(job.dim);
   const int count = keys.keys.size();
   decode_codes(code_address(job.k, keys.row * width), count * width, scratch.keys);
-  Product<FloatMath> p{};
+  Product p{};
   p.a = scratch.keys;
   p.lda = width;
   p.b = scratch.queries;
@@ -168,7 +168,7 @@ inline void score_fp8(const Fp8ForwardJob& job, const Fp8Block& block, const Fp8
   p.rows = count;
   p.vectors = block.vectors;
   p.steps = job.dim;
-  multiply<FloatMath, Start::zero, Walk::along_rows>(p);
+  multiply<Start::zero, Walk::along_rows>(p);
   const Ints lanes = lane_numbers();
   for (int k = 0; k < count; ++k) {
     const int key = keys.keys.begin + k;
@@ -281,7 +281,7 @@ inline void add_values_fp8(const Fp8ForwardJob& job, const Fp8Keys& keys, const 
     decode_codes(code_address(job.v, (tile * job.dim_v + d) * core::kBlockedRows + column), count,
                  scratch.values + d * count);
   }
-  Product<FloatMath> p{};
+  Product p{};
   p.a = scratch.values;
   p.lda = count;
   p.b = scratch.weights;
@@ -291,7 +291,7 @@ inline void add_values_fp8(const Fp8ForwardJob& job, const Fp8Keys& keys, const 
   p.rows = job.dim_v;
   p.vectors = block->vectors;
   p.steps = count;
-  multiply<FloatMath, Start::zero, Walk::along_rows>(p);
+  multiply<Start::zero, Walk::along_rows>(p);
   const core::BlockScale from{block->scale_v, 1.0f / block->scale_v};
   const float unit = core::value_unit(keys.scale_v, block->scale_v);
   const core::BlockScale to{unit, 1.0f / unit};

@@ -1,7 +1,7 @@
 // Small matrix products C = start + A B on tiles in scratch memory, the inner loop of everything.
 //
 // A register block is kRows x kVectors vectors of C. Each step loads kVectors vectors of B and
-// broadcasts kRows items of A. Tiles are padded so that no block is ever ragged: rows of A and C
+// broadcasts kRows numbers of A. Tiles are padded so that no block is ever ragged: rows of A and C
 // are rounded up to block_rows(), columns to whole vectors.
 #pragma once
 
@@ -11,51 +11,22 @@
 namespace pantile::cpu::PANTILE_ISA {
 namespace {
 
-// An item of A or B is one float, and a step multiplies one.
-struct FloatMath {
-  using Item = float;
-  using Vector = Floats;
-  static constexpr int kDepth = 1;            // elements along the summed axis in one item
-  static constexpr bool kScalesSums = false;  // Q is scaled when it is packed
-  static PANTILE_INLINE Vector broadcast(Item item) { return splat(item); }
-  static PANTILE_INLINE Vector load_items(const Item* from) { return load(from); }
-  static PANTILE_INLINE Floats multiply_add(Vector a, Vector b, Floats c) { return a * b + c; }
-};
-
-#if defined(__AVX512BF16__)
-// An item is a pair of neighbours along the summed axis in bf16, the first in the low half.
-struct PairMath {
-  using Item = std::uint32_t;
-  using Vector = Words;
-  static constexpr int kDepth = 2;
-  static constexpr bool kScalesSums = true;  // Q is bf16 as it came
-  static PANTILE_INLINE Vector broadcast(Item item) { return item - Words{}; }
-  static PANTILE_INLINE Vector load_items(const Item* from) { return load(from); }
-  static PANTILE_INLINE Floats multiply_add(Vector a, Vector b, Floats c) {
-    return reinterpret_cast<Floats>(_mm512_dpbf16_ps(
-        reinterpret_cast<__m512>(c), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
-  }
-};
-#endif
-
 // What C holds before the products are added.
 enum class Start { zero, old, old_scaled };
 // A(i, k) is a[i * lda + k] or a[k * lda + i].
 enum class Walk { along_rows, along_columns };
 
-template <class Math>
 struct Product {
-  const typename Math::Item* a;
+  const float* a;
   std::int64_t lda;
-  const typename Math::Item* b;  // B(k, n) = b[k * ldb + n]
+  const float* b;  // B(k, n) = b[k * ldb + n]
   std::int64_t ldb;
   float* c;
   std::int64_t ldc;
   int rows;             // of A and C
   int vectors;          // columns of B and C / kLanes
-  int steps;            // items along the summed axis
+  int steps;            // along the summed axis
   const float* factor;  // one a row of C; only for Start::old_scaled
-  float scale;          // of the sums; only where Math::kScalesSums and Start::zero
 };
 
 // Rows of the register block for a width in vectors: all sums, the vectors of B and a broadcast fit
@@ -92,8 +63,8 @@ PANTILE_INLINE void for_each_panel(int vectors, Function function) {
   }
 }
 
-template <class Math, Start kStart, Walk kWalk, int kVectors>
-PANTILE_INLINE void multiply_block(const Product<Math>& p, int row, int column) {
+template <Start kStart, Walk kWalk, int kVectors>
+PANTILE_INLINE void multiply_block(const Product& p, int row, int column) {
   constexpr int kRows = block_rows(kVectors);
   Floats sum[kRows][kVectors];
   float* c = p.c + row * p.ldc + column;
@@ -109,18 +80,17 @@ PANTILE_INLINE void multiply_block(const Product<Math>& p, int row, int column) 
       }
     }
   }
-  const typename Math::Item* b = p.b + column;
-  const typename Math::Item* a = p.a + (kWalk == Walk::along_rows ? row * p.lda : row);
+  const float* b = p.b + column;
+  const float* a = p.a + (kWalk == Walk::along_rows ? row * p.lda : row);
   for (int k = 0; k < p.steps; ++k) {
-    typename Math::Vector columns[kVectors];
+    Floats columns[kVectors];
     PANTILE_UNROLL for (int j = 0; j < kVectors; ++j) {
-      columns[j] = Math::load_items(b + j * kLanes);
+      columns[j] = load(b + j * kLanes);
     }
     PANTILE_UNROLL for (int i = 0; i < kRows; ++i) {
-      const typename Math::Vector item =
-          Math::broadcast(kWalk == Walk::along_rows ? a[i * p.lda] : a[i]);
+      const Floats item = splat(kWalk == Walk::along_rows ? a[i * p.lda] : a[i]);
       PANTILE_UNROLL for (int j = 0; j < kVectors; ++j) {
-        sum[i][j] = Math::multiply_add(item, columns[j], sum[i][j]);
+        sum[i][j] += item * columns[j];
       }
     }
     b += p.ldb;
@@ -128,33 +98,30 @@ PANTILE_INLINE void multiply_block(const Product<Math>& p, int row, int column) 
   }
   PANTILE_UNROLL for (int i = 0; i < kRows; ++i) {
     PANTILE_UNROLL for (int j = 0; j < kVectors; ++j) {
-      if (Math::kScalesSums && kStart == Start::zero) {
-        sum[i][j] *= splat(p.scale);
-      }
       store(c + i * p.ldc + j * kLanes, sum[i][j]);
     }
   }
 }
 
 // All rows of one panel of columns: the panel of B stays in L1.
-template <class Math, Start kStart, Walk kWalk, int kVectors>
-__attribute__((noinline)) void multiply_panel(const Product<Math>& p, int column) {
+template <Start kStart, Walk kWalk, int kVectors>
+__attribute__((noinline)) void multiply_panel(const Product& p, int column) {
   for (int row = 0; row < p.rows; row += block_rows(kVectors)) {
-    multiply_block<Math, kStart, kWalk, kVectors>(p, row, column);
+    multiply_block<kStart, kWalk, kVectors>(p, row, column);
   }
 }
 
-template <class Math, Start kStart, Walk kWalk>
-void multiply(const Product<Math>& p) {
+template <Start kStart, Walk kWalk>
+void multiply(const Product& p) {
   for_each_panel(p.vectors, [&p](int first, int vectors) {
     const int column = first * kLanes;
     switch (vectors) {
 #if defined(__AVX512F__)
-      case 4: multiply_panel<Math, kStart, kWalk, 4>(p, column); break;
-      case 3: multiply_panel<Math, kStart, kWalk, 3>(p, column); break;
+      case 4: multiply_panel<kStart, kWalk, 4>(p, column); break;
+      case 3: multiply_panel<kStart, kWalk, 3>(p, column); break;
 #endif
-      case 2: multiply_panel<Math, kStart, kWalk, 2>(p, column); break;
-      default: multiply_panel<Math, kStart, kWalk, 1>(p, column); break;
+      case 2: multiply_panel<kStart, kWalk, 2>(p, column); break;
+      default: multiply_panel<kStart, kWalk, 1>(p, column); break;
     }
   });
 }

@@ -13,13 +13,7 @@ namespace pantile::cpu::PANTILE_ISA {
 namespace {
 
 void run_forward(const ForwardJob& job, int item, void* scratch) {
-#if defined(__AVX512BF16__)
-  if (job.dtype == DType::bf16) {
-    forward<PairMath>(job, item, scratch);
-    return;
-  }
-#endif
-  forward<FloatMath>(job, item, scratch);
+  forward(job, item, scratch);
 }
 
 void run_prepare(const BackwardJob& job, int item, void*) {
@@ -27,13 +21,7 @@ void run_prepare(const BackwardJob& job, int item, void*) {
 }
 
 void run_backward(const BackwardJob& job, int item, void* scratch) {
-#if defined(__AVX512BF16__)
-  if (job.dtype == DType::bf16) {
-    backward<PairMath>(job, item, scratch);
-    return;
-  }
-#endif
-  backward<FloatMath>(job, item, scratch);
+  backward(job, item, scratch);
 }
 
 void run_bias_gradient(const BackwardJob& job, int item, void* scratch) {

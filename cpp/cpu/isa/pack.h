@@ -82,7 +82,7 @@ PANTILE_INLINE void transpose(Floats (&rows)[kLanes]) {
 
 // A operand, walked along rows: to[i * padded(dim) + d]. Rows up to the end of a register block are
 // zeroed; `to` has room for `capacity` rows.
-inline void pack_rows(FloatMath, float* to, const Rows& from, int capacity) {
+inline void pack_rows(float* to, const Rows& from, int capacity) {
   const int width = padded(from.dim);
   with_element(from.dtype, [&](auto element) {
     using Element = decltype(element);
@@ -101,7 +101,7 @@ inline void pack_rows(FloatMath, float* to, const Rows& from, int capacity) {
 
 // B operand, the transpose times `scale`: to[d * ld + i]. Columns past the tensor's rows are 0 up
 // to a whole vector.
-inline void pack_transposed(FloatMath, float* to, int ld, const Rows& from, float scale) {
+inline void pack_transposed(float* to, int ld, const Rows& from, float scale) {
   with_element(from.dtype, [&](auto element) {
     using Element = decltype(element);
     for (int i = 0; i < from.count; i += kLanes) {
@@ -126,7 +126,7 @@ inline void pack_transposed(FloatMath, float* to, int ld, const Rows& from, floa
 
 // B operand summed over rows, which is also an A operand when all of it is finite:
 // to[i * padded(dim) + d]. True when a value was not finite.
-inline bool pack_summed(FloatMath, float* to, const Rows& from) {
+inline bool pack_summed(float* to, const Rows& from) {
   const int width = padded(from.dim);
   Ints dropped{};
   with_element(from.dtype, [&](auto element) {
@@ -144,17 +144,11 @@ inline bool pack_summed(FloatMath, float* to, const Rows& from) {
   return any(dropped);
 }
 
-// A(i, k) of a product, as a float.
-template <Walk kWalk>
-PANTILE_INLINE float item_value(const Product<FloatMath>& p, int i, int k) {
-  return kWalk == Walk::along_rows ? p.a[i * p.lda + k] : p.a[k * p.lda + i];
-}
-
 // Adds A(i, k) * B(k, :) for the values that pack_summed() dropped from B and that row i of C
 // attends to. `visible(i, k)` is the mask; `count` of the product's rows exist.
-template <Walk kWalk, class Math, class Visible>
-__attribute__((noinline, cold)) void add_not_finite(const Product<Math>& p, int count,
-                                                    const Rows& from, Visible visible) {
+template <Walk kWalk, class Visible>
+__attribute__((noinline, cold)) void add_not_finite(const Product& p, int count, const Rows& from,
+                                                    Visible visible) {
   with_element(from.dtype, [&](auto element) {
     using Element = decltype(element);
     for (int k = 0; k < from.count; ++k) {
@@ -162,7 +156,8 @@ __attribute__((noinline, cold)) void add_not_finite(const Product<Math>& p, int 
         if (!visible(i, k)) {
           continue;
         }
-        const Floats weight = splat(item_value<kWalk>(p, i, k));
+        const Floats weight =
+            splat(kWalk == Walk::along_rows ? p.a[i * p.lda + k] : p.a[k * p.lda + i]);
         for (int d = 0; d < from.dim; d += kLanes) {
           const Floats x = read_row<Element>(from.row<Element>(k), d, from.dim);
           float* c = p.c + i * p.ldc + d;

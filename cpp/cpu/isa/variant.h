@@ -306,9 +306,9 @@ PANTILE_INLINE Ints kept(const RandomBytes& random, int dropped, int i, int j) {
   return __builtin_convertvector(bytes, Ints) >= dropped;
 }
 
-// Removes weights from P^T of the forward, which lies in floats or in pairs along the keys.
+// Removes weights from P^T of the forward.
 inline void drop_weights(const RandomBytes& random, int dropped, int keys, int vectors,
-                         float* weights, float*) {
+                         float* weights) {
   for (int k = 0; k < keys; ++k) {
     for (int v = 0; v < vectors; ++v) {
       float* p = weights + k * kForwardRows + v * kLanes;
@@ -316,20 +316,6 @@ inline void drop_weights(const RandomBytes& random, int dropped, int keys, int v
     }
   }
 }
-#if defined(__AVX512BF16__)
-inline void drop_weights(const RandomBytes& random, int dropped, int keys, int vectors, float*,
-                         std::uint32_t* pairs) {
-  for (int k = 0; k < keys; k += 2) {
-    for (int v = 0; v < vectors; ++v) {
-      std::uint32_t* p = pairs + k / 2 * kForwardRows + v * kLanes;
-      const auto low = reinterpret_cast<Words>(kept(random, dropped, k, v * kLanes));
-      const auto high =
-          reinterpret_cast<Words>(kept(random, dropped, core::min_of(k + 1, keys - 1), v * kLanes));
-      store(p, load(p) & ((low & 0xffffu) | (high & 0xffff0000u)));
-    }
-  }
-}
-#endif
 
 }  // namespace
 }  // namespace pantile::cpu::PANTILE_ISA

@@ -17,7 +17,7 @@ struct Device {
 };
 
 // Instruction sets of the CPU backend, each a superset of the one before.
-enum class CpuIsa : std::uint8_t { baseline = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3 };
+enum class CpuIsa : std::uint8_t { baseline = 0, avx2 = 1, avx512 = 2 };
 
 struct DeviceProps {
   Device device;
@@ -33,7 +33,7 @@ struct DeviceProps {
 
 // Fills `props` for a device of this machine. CUDA properties are read once and cached. The CPU's
 // instruction set is the best one found, or a lower one named by the environment variable
-// PANTILE_CPU_ISA (baseline, avx2, avx512, avx512_bf16), which exists for tests; so does
+// PANTILE_CPU_ISA (baseline, avx2, avx512), which exists for tests; so does
 // PANTILE_SHARED_MEMORY_KB, which lowers smem_optin_bytes of every GPU.
 PANTILE_API Status query_device(Device device, DeviceProps* props);
 
