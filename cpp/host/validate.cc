@@ -9,6 +9,7 @@
 #include "host/rules.h"
 #include "host/shape.h"
 #include "host/softmax.h"
+#include "host/split.h"
 
 namespace pantile::host {
 namespace {
@@ -300,6 +301,7 @@ constexpr Status (*kCommonRules[])(const ForwardProblem&) = {
     float32_precision_rule,
     output_rule,
     o_low_rule,
+    num_splits_rule,
     fp8_rule,
     q_layout_rule,
     k_layout_rule,
