@@ -3,8 +3,8 @@
 // CPU backend and the kernels of both GPU families (docs/design/split.md).
 //
 // Each part is a sequence of its own to the forward that attends to it. Part p of sequence b is
-// sequence b * parts + p of a packed problem, whose queries are `parts` copies of the sequence's and
-// whose keys lie one part behind the other, where they are.
+// sequence b * parts + p of a packed problem, whose queries are `parts` copies of the sequence's
+// and whose keys lie one part behind the other, where they are.
 #pragma once
 
 #include <cstdint>
@@ -141,8 +141,8 @@ PANTILE_HD constexpr SplitRows split_rows(const SplitJob& job, int batch) {
   side.max_length = job.seqlen_q;
   side.cu_seqlens = job.cu_seqlens_q;
   const Sequence whole = locate_sequence(side, batch);
-  const int used = job.seqused_q == nullptr ? whole.length
-                                            : clamp(job.seqused_q[batch], 0, whole.length);
+  const int used =
+      job.seqused_q == nullptr ? whole.length : clamp(job.seqused_q[batch], 0, whole.length);
   return SplitRows{whole.row, whole.length, used};
 }
 
@@ -226,9 +226,8 @@ PANTILE_HD constexpr void place_parts(const SplitJob& job, int batch) {
 PANTILE_HD constexpr float part_lse(const SplitJob& job, const SplitRows& rows, int batch, int head,
                                     int i, int part) {
   const int parts = job.parts();
-  return part < parts
-             ? job.part_lse[head * (job.total_q * parts) + part_row(job, rows, part, i)]
-             : job.tail_lse[lse_index(job, rows, batch, head, i)];
+  return part < parts ? job.part_lse[head * (job.total_q * parts) + part_row(job, rows, part, i)]
+                      : job.tail_lse[lse_index(job, rows, batch, head, i)];
 }
 
 // The same of O: the row's head_dim_v numbers.

@@ -50,8 +50,8 @@ void copy_rows(int item, int, void* context) {
   auto* const to = static_cast<char*>(job.q_parts);
   const std::int64_t bytes = std::int64_t{job.head_dim} * job.element_bytes;
   for_rows(task, item, [&](int batch, const core::SplitRows& rows, int i) {
-    const std::int64_t sequence = job.cu_seqlens_q != nullptr ? rows.row * job.q_seq
-                                                              : batch * job.q_batch;
+    const std::int64_t sequence =
+        job.cu_seqlens_q != nullptr ? rows.row * job.q_seq : batch * job.q_batch;
     for (int head = 0; head < job.heads_q; ++head) {
       const std::int64_t at = sequence + i * job.q_seq + head * job.q_head;
       for (int part = 0; part < job.parts(); ++part) {
@@ -119,8 +119,8 @@ void merge_rows(int item, int, void* context) {
   const core::SplitJob& job = *task.job;
   float row[kMaxHeadDim];
   for_rows(task, item, [&](int batch, const core::SplitRows& rows, int i) {
-    const std::int64_t sequence = job.cu_seqlens_q != nullptr ? rows.row * job.o_seq
-                                                              : batch * job.o_batch;
+    const std::int64_t sequence =
+        job.cu_seqlens_q != nullptr ? rows.row * job.o_seq : batch * job.o_batch;
     for (int head = 0; head < job.heads_q; ++head) {
       float lse = -core::kInfinity;
       if (i < rows.used) {
@@ -142,8 +142,8 @@ void raise_max_logits(const core::SplitJob& job) {
   for (std::int64_t at = 0; at < std::int64_t{job.batch} * job.heads_q; ++at) {
     const std::int64_t batch = at / job.heads_q;
     for (int part = 0; part < job.parts(); ++part) {
-      const float logit = job.part_max_logit[(batch * job.parts() + part) * job.heads_q +
-                                             at % job.heads_q];
+      const float logit =
+          job.part_max_logit[(batch * job.parts() + part) * job.heads_q + at % job.heads_q];
       float& most = job.max_logit[at];
       most = std::isnan(logit) || logit > most ? logit : most;
     }

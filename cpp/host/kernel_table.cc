@@ -69,13 +69,21 @@ constexpr KernelInfo cpu_info(const char* name, Backend backend, Pass pass, DTyp
 }
 
 constexpr ForwardRow cpu_forward(const char* name, DType dtype) {
-  return {cpu_info(name, Backend::cpu, Pass::forward, dtype), cpu::accept_forward,
-          cpu::configure_forward, cpu::run_forward, cpu::prepare_splits, cpu::merge_splits};
+  return {cpu_info(name, Backend::cpu, Pass::forward, dtype),
+          cpu::accept_forward,
+          cpu::configure_forward,
+          cpu::run_forward,
+          cpu::prepare_splits,
+          cpu::merge_splits};
 }
 
 constexpr ForwardRow reference_forward(const char* name, DType dtype) {
-  return {cpu_info(name, Backend::reference, Pass::forward, dtype), cpu::accept_forward,
-          cpu::configure_reference_forward, cpu::reference_forward, cpu::prepare_splits, cpu::merge_splits};
+  return {cpu_info(name, Backend::reference, Pass::forward, dtype),
+          cpu::accept_forward,
+          cpu::configure_reference_forward,
+          cpu::reference_forward,
+          cpu::prepare_splits,
+          cpu::merge_splits};
 }
 
 constexpr KernelInfo fp8_info(const char* name, Backend backend, Pass pass, DType dtype) {
@@ -94,8 +102,12 @@ constexpr KernelInfo fp8_info(const char* name, Backend backend, Pass pass, DTyp
 }
 
 constexpr ForwardRow cpu_forward_fp8(const char* name, DType dtype) {
-  return {fp8_info(name, Backend::cpu, Pass::forward, dtype), cpu::accept_forward,
-          cpu::configure_forward_fp8, cpu::run_forward_fp8, cpu::prepare_splits, cpu::merge_splits};
+  return {fp8_info(name, Backend::cpu, Pass::forward, dtype),
+          cpu::accept_forward,
+          cpu::configure_forward_fp8,
+          cpu::run_forward_fp8,
+          cpu::prepare_splits,
+          cpu::merge_splits};
 }
 
 constexpr BackwardRow cpu_backward_fp8(const char* name, DType dtype) {
@@ -104,8 +116,12 @@ constexpr BackwardRow cpu_backward_fp8(const char* name, DType dtype) {
 }
 
 constexpr ForwardRow reference_forward_fp8(const char* name, DType dtype) {
-  return {fp8_info(name, Backend::reference, Pass::forward, dtype), cpu::accept_forward,
-          cpu::configure_reference_forward, cpu::reference_forward_fp8, cpu::prepare_splits, cpu::merge_splits};
+  return {fp8_info(name, Backend::reference, Pass::forward, dtype),
+          cpu::accept_forward,
+          cpu::configure_reference_forward,
+          cpu::reference_forward_fp8,
+          cpu::prepare_splits,
+          cpu::merge_splits};
 }
 
 constexpr QuantizeRow cpu_quantize(const char* name, DType dtype) {

@@ -43,7 +43,7 @@ Status key_rows_rule(const ForwardProblem& p) {
 }
 
 std::int64_t key_rows(const ForwardProblem& p) {
-  return p.packed_k ? p.total_k
+  return p.packed_k     ? p.total_k
          : p.batch == 1 ? p.seqlen_k
                         : (p.batch - 1) * rows_between(p.k) + p.seqlen_k;
 }
@@ -58,7 +58,7 @@ ForwardProblem part_of(const ForwardProblem& p) {
   part.wants_lse = true;
   part.output_f32 = true;
   part.wants_o_low = false;
-  part.softmax.exact_lse = true;  // the weights of the merge
+  part.softmax.exact_lse = true;   // the weights of the merge
   part.variant.has_sinks = false;  // the merge adds them once
   return part;
 }
@@ -69,16 +69,16 @@ Layout rows_of(std::int64_t heads, std::int64_t dim) {
 
 // The variant's fields that a part would read at other places than the whole.
 const char* misplaced(const Variant& variant) {
-  return variant.has_alibi                                ? "ALiBi"
-         : variant.has_bias                               ? "a bias"
-         : variant.dropout != 0                           ? "dropout"
-         : variant.has_block_mask                         ? "a block mask"
-         : variant.has_element_mask                       ? "a mask of elements"
-         : variant.has_documents                          ? "a document mask"
-         : variant.has_prefix                             ? "a prefix mask"
-         : variant.score != Expression::none              ? "a score expression"
-         : variant.mask_expression != Expression::none    ? "a mask expression"
-                                                          : nullptr;
+  return variant.has_alibi                             ? "ALiBi"
+         : variant.has_bias                            ? "a bias"
+         : variant.dropout != 0                        ? "dropout"
+         : variant.has_block_mask                      ? "a block mask"
+         : variant.has_element_mask                    ? "a mask of elements"
+         : variant.has_documents                       ? "a document mask"
+         : variant.has_prefix                          ? "a prefix mask"
+         : variant.score != Expression::none           ? "a score expression"
+         : variant.mask_expression != Expression::none ? "a mask expression"
+                                                       : nullptr;
 }
 
 std::size_t aligned(std::size_t bytes) {
@@ -139,9 +139,8 @@ Launches launches_of(const ForwardRow& row, const ForwardRow* prefix, const Forw
   return result;
 }
 
-// Sizes, arrays and results; `tensors` and `base` may be null where only sizes are wanted.
-core::SplitJob job_of(const ForwardPlan& plan, int tile, const Launches& launches,
-                      const ForwardTensors* tensors, void* base, std::size_t* bytes) {
+// Sizes and shape of the call; without its tensors.
+core::SplitJob shape_of(const ForwardPlan& plan, int tile) {
   const ForwardProblem& p = plan.problem;
   core::SplitJob job;
   job.form = split_form(p);
@@ -159,68 +158,67 @@ core::SplitJob job_of(const ForwardPlan& plan, int tile, const Launches& launche
   job.total_q = p.total_q;
   job.key_rows = p.packed_k || p.batch == 1 ? 0 : rows_between(p.k);
   job.element_bytes = dtype_bytes(p.dtype);
+  return job;
+}
 
-  const std::int64_t parts = p.batch * job.parts();
-  const std::int64_t rows = p.total_q * job.parts();
+// Arrays and results in the workspace at `base`, behind what the launches are lent; null: only the
+// bytes are wanted, which are returned.
+std::size_t place(const ForwardProblem& p, const Launches& launches, void* base,
+                  core::SplitJob* job) {
+  const bool shifted = job->form == core::SplitForm::shifted;
+  const std::int64_t parts = p.batch * job->parts();
+  const std::int64_t rows = p.total_q * job->parts();
   const std::int64_t tail_rows = launches.has_tail ? p.total_q : 0;
   Carver carver(base, launches.lent.bytes);
-  job.q_begin = carver.take<std::int32_t>(parts + 1);
-  job.q_used = carver.take<std::int32_t>(p.has_seqused_q ? parts : 0);
-  job.part_begin = carver.take<std::int32_t>(parts + 1);
-  job.part_used = carver.take<std::int32_t>(parts);
-  job.part_shift =
-      carver.take<std::int32_t>(job.form == core::SplitForm::shifted ? parts : 0);
-  job.tail_begin = carver.take<std::int32_t>(launches.has_tail ? p.batch + 1 : 0);
-  job.tail_used = carver.take<std::int32_t>(launches.has_tail ? p.batch : 0);
-  job.part_max_logit = carver.take<float>(p.wants_max_logit ? parts * p.heads_q : 0);
-  job.q_parts = carver.take<char>(rows * p.heads_q * p.head_dim * job.element_bytes);
-  float* const part_o = carver.take<float>(rows * p.heads_q * p.head_dim_v);
-  float* const part_lse = carver.take<float>(rows * p.heads_q);
-  float* const tail_o = carver.take<float>(tail_rows * p.heads_q * p.head_dim_v);
-  float* const tail_lse = carver.take<float>(tail_rows * p.heads_q);
-  *bytes = carver.end();
-  job.part_o = part_o;
-  job.part_lse = part_lse;
-  job.tail_o = tail_o;
-  job.tail_lse = tail_lse;
-  // Nothing is read through a pointer that marks an array of no elements.
-  const auto unless = [](auto*& pointer, bool wanted) {
-    pointer = wanted ? pointer : nullptr;
+  // Null where there are none.
+  const auto array = [&](bool wanted, std::int64_t count) {
+    return wanted ? carver.take<std::int32_t>(count) : nullptr;
   };
-  unless(job.q_used, p.has_seqused_q);
-  unless(job.part_shift, job.form == core::SplitForm::shifted);
-  unless(job.tail_begin, launches.has_tail);
-  unless(job.tail_used, launches.has_tail);
-  unless(job.part_max_logit, p.wants_max_logit);
-  if (tensors == nullptr) {
-    return job;
-  }
+  job->q_begin = array(true, parts + 1);
+  job->q_used = array(p.has_seqused_q, parts);
+  job->part_begin = array(true, parts + 1);
+  job->part_used = array(true, parts);
+  job->part_shift = array(shifted, parts);
+  job->tail_begin = array(launches.has_tail, p.batch + 1);
+  job->tail_used = array(launches.has_tail, p.batch);
+  job->part_max_logit = p.wants_max_logit ? carver.take<float>(parts * p.heads_q) : nullptr;
+  job->q_parts = carver.take<char>(rows * p.heads_q * p.head_dim * job->element_bytes);
+  job->part_o = carver.take<float>(rows * p.heads_q * p.head_dim_v);
+  job->part_lse = carver.take<float>(rows * p.heads_q);
+  job->tail_o = carver.take<float>(tail_rows * p.heads_q * p.head_dim_v);
+  job->tail_lse = carver.take<float>(tail_rows * p.heads_q);
+  return carver.end();
+}
 
-  const ForwardTensors& t = *tensors;
-  job.cu_seqlens_q = t.cu_seqlens_q;
-  job.cu_seqlens_k = t.cu_seqlens_k;
-  job.seqused_q = t.seqused_q;
-  job.seqused_k = t.seqused_k;
-  job.k_begin = t.k_begin;
-  job.mask_shift = t.mask_shift;
-  job.q = t.q;
-  job.q_batch = p.packed_q ? 0 : p.q.batch;
-  job.q_seq = p.q.seq;
-  job.q_head = p.q.head;
-  const std::int64_t wide = 16 / job.element_bytes;
-  job.wide_q = p.q.base_align_bytes >= 16 && p.head_dim % wide == 0 && job.q_batch % wide == 0 &&
-               p.q.seq % wide == 0 && p.q.head % wide == 0;
-  job.sinks = p.variant.has_sinks ? t.variant.sinks : nullptr;
-  job.o = t.o;
-  job.o_batch = p.packed_q ? 0 : p.o.batch;
-  job.o_seq = p.o.seq;
-  job.o_head = p.o.head;
-  job.wide_o = p.o.base_align_bytes >= 4 * dtype_bytes(output_dtype(p)) && p.head_dim_v % 4 == 0 &&
-               job.o_batch % 4 == 0 && p.o.seq % 4 == 0 && p.o.head % 4 == 0;
-  job.o_low = p.wants_o_low ? t.o_low : nullptr;
-  job.lse = p.wants_lse ? t.lse : nullptr;
-  job.max_logit = p.wants_max_logit ? t.max_logit : nullptr;
-  return job;
+// Whether vectors of `elements` of a tensor's rows of `dim` elements are aligned to their size.
+bool has_vectors(const Layout& layout, std::int64_t batch, std::int64_t dim, std::int64_t elements,
+                 int element_bytes) {
+  return layout.base_align_bytes >= elements * element_bytes && dim % elements == 0 &&
+         batch % elements == 0 && layout.seq % elements == 0 && layout.head % elements == 0;
+}
+
+void add_tensors(const ForwardProblem& p, const ForwardTensors& t, core::SplitJob* job) {
+  job->cu_seqlens_q = t.cu_seqlens_q;
+  job->cu_seqlens_k = t.cu_seqlens_k;
+  job->seqused_q = t.seqused_q;
+  job->seqused_k = t.seqused_k;
+  job->k_begin = t.k_begin;
+  job->mask_shift = t.mask_shift;
+  job->q = t.q;
+  job->q_batch = p.packed_q ? 0 : p.q.batch;
+  job->q_seq = p.q.seq;
+  job->q_head = p.q.head;
+  job->wide_q =
+      has_vectors(p.q, job->q_batch, p.head_dim, 16 / job->element_bytes, job->element_bytes);
+  job->sinks = p.variant.has_sinks ? t.variant.sinks : nullptr;
+  job->o = t.o;
+  job->o_batch = p.packed_q ? 0 : p.o.batch;
+  job->o_seq = p.o.seq;
+  job->o_head = p.o.head;
+  job->wide_o = has_vectors(p.o, job->o_batch, p.head_dim_v, 4, dtype_bytes(output_dtype(p)));
+  job->o_low = p.wants_o_low ? t.o_low : nullptr;
+  job->lse = p.wants_lse ? t.lse : nullptr;
+  job->max_logit = p.wants_max_logit ? t.max_logit : nullptr;
 }
 
 ForwardTensors parts_tensors(const ForwardTensors& call, const core::SplitJob& job) {
@@ -376,15 +374,16 @@ void configure_split(const ForwardRow& row, const ForwardRow* prefix, ForwardPla
     plan->prefix_blocks = launches.parts.blocks;
   }
   plan->workspace.zeroed_bytes = launches.lent.zeroed_bytes;
-  job_of(*plan, plan->split_tile, launches, nullptr, nullptr, &plan->workspace.bytes);
+  core::SplitJob job = shape_of(*plan, plan->split_tile);
+  plan->workspace.bytes = place(plan->problem, launches, nullptr, &job);
 }
 
 Status run_split(const ForwardRow& row, const ForwardRow* prefix, const ForwardPlan& plan,
                  const ForwardTensors& tensors, void* workspace, void* stream) {
   const Launches launches = launches_of(row, prefix, plan);
-  std::size_t bytes = 0;
-  const core::SplitJob job =
-      job_of(plan, plan.split_tile, launches, &tensors, workspace, &bytes);
+  core::SplitJob job = shape_of(plan, plan.split_tile);
+  place(plan.problem, launches, workspace, &job);
+  add_tensors(plan.problem, tensors, &job);
   Status status = row.prepare_splits(job, plan.device, stream);
   if (status.ok()) {
     status = (prefix != nullptr ? *prefix : row)

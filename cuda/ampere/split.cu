@@ -1,6 +1,6 @@
 // The kernels around the parts of a split forward, for this family's targets.
-#include "common/split.cuh"
 #include "ampere/plan.h"
+#include "common/split.cuh"
 
 namespace pantile::ampere {
 

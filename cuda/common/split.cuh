@@ -4,8 +4,8 @@
 //                   2. -inf in the parts' largest logits
 //                   3. copies of Q: every element is read once and written once for each part
 //   merge_parts     a warp for each row and head: lanes own four columns each, twice from 128 on.
-//                   1. the largest LSE of the parts  2. the parts in ascending order: weights, their
-//                   sum, O  3. O in its dtype, its low bits, LSE, the head's largest logit
+//                   1. the largest LSE of the parts  2. the parts in ascending order: weights,
+//                   their sum, O  3. O in its dtype, its low bits, LSE, the head's largest logit
 //
 // The workspace holds the arrays and the parts' results. Both kernels begin when the one before has
 // ended: a split call is a chain of launches over one workspace.
@@ -131,8 +131,7 @@ PANTILE_DEVICE void raise_part_logits(const core::SplitJob& job, int batch, int 
   for (int part = prim::lane_index(); part < job.parts(); part += 32) {
     const float logit =
         job.part_max_logit[(std::int64_t{batch} * job.parts() + part) * job.heads_q + head];
-    largest =
-        max(largest, logit == logit ? attn::logit_order(logit) : attn::kNanLogit);
+    largest = max(largest, logit == logit ? attn::logit_order(logit) : attn::kNanLogit);
   }
   attn::raise_max_logit(job.max_logit + std::int64_t{batch} * job.heads_q + head, largest);
 }
@@ -243,9 +242,8 @@ inline Status launch_prepare_parts(const core::SplitJob& job, const DeviceProps&
   }
   const int chunk_bytes = job.wide_q ? 16 : job.element_bytes;
   const std::int64_t chunks = job.head_dim * job.element_bytes / chunk_bytes;
-  const cuda::Launch how =
-      split_launch(std::max<std::int64_t>(job.total_q * job.heads_q * chunks, job.batch), device,
-                   stream);
+  const cuda::Launch how = split_launch(
+      std::max<std::int64_t>(job.total_q * job.heads_q * chunks, job.batch), device, stream);
   return cuda::launch("prepare_parts", how, prepare_parts<>, job);
 }
 

@@ -320,11 +320,11 @@ inline nb::list verdict_list(const std::vector<Verdict>& verdicts) {
 }
 
 // What one pass would do: {"copies": copy and change bits, "backend_gave_way", "kernel": name or
-// None, "reason", "tile_q", "tile_k", "blocks", "workspace_bytes", "softmax", "splits", "o_low": whether the
-// pass writes or reads the low bits of O, "rows": a verdict for each row of the table}. Everything
-// but "copies" describes the problem after those copies. The plan that a call would have, with the
-// copies that it would make first. `request` is then without what the environment preferred and no
-// kernel has.
+// None, "reason", "tile_q", "tile_k", "blocks", "workspace_bytes", "softmax", "splits", "o_low":
+// whether the pass writes or reads the low bits of O, "rows": a verdict for each row of the table}.
+// Everything but "copies" describes the problem after those copies. The plan that a call would
+// have, with the copies that it would make first. `request` is then without what the environment
+// preferred and no kernel has.
 template <class Plan, class Problem>
 Status plan_with_copies(Request* request, Problem* problem, std::initializer_list<Operand> operands,
                         unsigned* copies, Plan* plan) {

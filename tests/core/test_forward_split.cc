@@ -1,4 +1,5 @@
-// Where the keys of a split forward are cut, the arrays of the parts, and the merge: by brute force.
+// Where the keys of a split forward are cut, the arrays of the parts, and the merge: by brute
+// force.
 #include "core/forward_split.h"
 
 #include <gtest/gtest.h>
@@ -122,8 +123,7 @@ TEST(ForwardSplit, PartsDifferByOneTile) {
 
 TEST(ForwardSplit, LongKeysDoNotOverflow) {
   constexpr int kKeys = (1 << 29) - 1;
-  const KeySplit split =
-      split_keys(SplitForm::full, Mask{8, kKeys, kNoBound, kNoBound}, 256, 1);
+  const KeySplit split = split_keys(SplitForm::full, Mask{8, kKeys, kNoBound, kNoBound}, 256, 1);
   EXPECT_EQ(part_keys(split, 255).end, kKeys);
   EXPECT_EQ(part_keys(split, 0).size(), kKeys / 256);
   EXPECT_EQ(part_keys(split, 128).begin, kKeys / 2);
@@ -181,8 +181,8 @@ struct Arrays {
   }
 };
 
-// Each row of Q has a copy for each part, at a row of its own, and those of a part follow each other
-// from where the arrays say.
+// Each row of Q has a copy for each part, at a row of its own, and those of a part follow each
+// other from where the arrays say.
 TEST(ForwardSplit, CopiesOfQueriesArePackedSequences) {
   for (const bool packed : {false, true}) {
     const Arrays a(SplitForm::full, packed, false, 5);

@@ -61,10 +61,12 @@ TEST(Split, OneIsThePlanThatItWas) {
       const ForwardPlan one = plan_of(p, device);
       EXPECT_EQ(one.num_splits, 1);
       EXPECT_EQ(one.prefix_kernel, nullptr);
-      const ForwardPlan cut = plan_of([&] {
-        p.num_splits = 4;
-        return p;
-      }(), device);
+      const ForwardPlan cut = plan_of(
+          [&] {
+            p.num_splits = 4;
+            return p;
+          }(),
+          device);
       EXPECT_EQ(cut.kernel, one.kernel);
       EXPECT_GT(cut.workspace.bytes, one.workspace.bytes);
     }
@@ -189,7 +191,7 @@ TEST(Split, KeysMustBeRowsOfOneTensor) {
   EXPECT_EQ(launches[0].problem.total_k, 2 * 65536 * 2 + 65536);
   // [seq, batch, heads, dim]: sequences lie between each other's rows.
   p.k = p.v = Layout{2 * 128, 3 * 2 * 128, 128, 16};
-  EXPECT_TRUE(contains(refusal(p), "num_splits is 4; it needs the keys of one sequence after")) ;
+  EXPECT_TRUE(contains(refusal(p), "num_splits is 4; it needs the keys of one sequence after"));
   p.batch = 1;
   EXPECT_EQ(plan_of(p, h100()).num_splits, 4);
   // V with other gaps than K.

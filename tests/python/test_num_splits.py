@@ -96,9 +96,12 @@ def test_one_part_has_the_bits_of_no_option(target):
             assert torch.equal(bits(first), bits(second))
 
 
+def _ints(values, target):
+    return torch.tensor(values, device=target.device, dtype=torch.int32)
+
+
 def _lengths(lengths, target):
-    total = torch.tensor([0, *lengths]).cumsum(0)
-    return total.to(target.device, torch.int32)
+    return _ints([sum(lengths[:n]) for n in range(len(lengths) + 1)], target)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -116,7 +119,9 @@ def test_packed_sequences(target, mask, used):
     lengths = (_lengths(rows, target), _lengths(keys, target), max(rows), max(keys))
     arguments = dict(MASKS[mask])
     if used:
-        arguments["seqused_q"] = torch.tensor([50, 0, 33, 1, 0, 0, 90]).to(target.device, torch.int32)
+        arguments["seqused_q"] = torch.tensor([50, 0, 33, 1, 0, 0, 90]).to(
+            target.device, torch.int32
+        )
         arguments["seqused_k"] = torch.tensor([480, 40, 0, 1, 20, 0, 0]).to(
             target.device, torch.int32
         )
@@ -145,11 +150,11 @@ def test_packed_sequences(target, mask, used):
 def test_ranges_and_shifts(target):
     q, k, v = (x[0] for x in tensors(target, 100, 400))
     place = {
-        "k_begin": torch.tensor([30, 0]).to(target.device, torch.int32),
-        "seqused_k": torch.tensor([350, 90]).to(target.device, torch.int32),
+        "k_begin": _ints([30, 0], target),
+        "seqused_k": _ints([350, 90], target),
     }
     lengths = (_lengths([60, 40], target), None, 60, 350)
-    for more in ({}, {"mask_shift": torch.tensor([100, 10]).to(target.device, torch.int32)}):
+    for more in ({}, {"mask_shift": _ints([100, 10], target)}):
         arguments = {**place, **more, "causal": True, "return_lse": True}
         served(
             target,
@@ -160,7 +165,9 @@ def test_ranges_and_shifts(target):
         whole = pantile.varlen_attention(
             *(q, k, v, *lengths), **arguments, options=options(target, 1)
         )
-        cut = pantile.varlen_attention(*(q, k, v, *lengths), **arguments, options=options(target, 4))
+        cut = pantile.varlen_attention(
+            *(q, k, v, *lengths), **arguments, options=options(target, 4)
+        )
         unit = torch.finfo(q.dtype).eps
         assert (cut[0].float() - whole[0].float()).abs().max() <= 4 * unit + 1e-5
         assert torch.equal(torch.isneginf(cut[1]), torch.isneginf(whole[1]))
@@ -207,7 +214,8 @@ def test_nan_stays_where_it_is_seen(target):
     # A key of the prefix, which all rows see.
     k[0, 100, 1] = float("nan")
     found = pantile.attention(q, k, v, causal=True, return_lse=True, options=options(target, 4))
-    assert found[0][:, :, 2:].isnan().all() and found[1][:, 2:].isnan().all()
+    assert found[0][:, :, 2:].isnan().all()
+    assert found[1][:, 2:].isnan().all()
     assert torch.equal(found[0].isnan()[:, :, :2], touched[:, :, :2])
 
 
@@ -289,12 +297,13 @@ def test_explain_names_the_parts(target):
     assert "of them 5 before the diagonal" in text
     assert pantile.explain(q, k, v, options=options(target, 1)).forward.splits == ""
     full = pantile.explain(q, k, v, options=options(target, 6)).forward
-    assert full.splits.startswith("6, ") and full.splits.endswith("as asked for")
+    assert full.splits.startswith("6, ")
+    assert full.splits.endswith("as asked for")
 
 
 @pytest.mark.parametrize("value", [0, -1, 257, 1.0, "4", None, True])
 def test_wrong_numbers(value):
-    with pytest.raises((TypeError, ValueError), match="num_splits is .*; it must be"):
+    with pytest.raises((TypeError, ValueError), match=r"num_splits is .*; it must be"):
         pantile.Options(num_splits=value)
 
 
@@ -365,12 +374,9 @@ def test_torch_has_no_parts():
 
 
 def test_plain_numpy_arrays():
-    q, k, v = tensors_of_numpy = [x.numpy() for x in tensors_on_cpu()]
-    whole = pantile.attention(*tensors_of_numpy)
-    cut = pantile.attention(q, k, v, options=pantile.Options(num_splits=4))
-    assert abs(whole - cut).max() < 1e-5
-
-
-def tensors_on_cpu():
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, n, 2, 32, generator=generator) for n in (20, 300, 300)]
+    shapes = [(1, 20, 2, 32), (1, 300, 2, 32), (1, 300, 2, 32)]
+    operands = [torch.randn(shape, generator=generator).numpy() for shape in shapes]
+    whole = pantile.attention(*operands)
+    cut = pantile.attention(*operands, options=pantile.Options(num_splits=4))
+    assert abs(whole - cut).max() < 1e-5
