@@ -71,41 +71,6 @@ Status validate_all(const Problem& problem, const DeviceProps& device, const Pla
   return status.ok() ? host::validate(options) : status;
 }
 
-// Ok, or why a row does not serve what it is to launch.
-template <class Row, class Problem>
-Status serves(const Row& row, const Problem& problem, const DeviceProps& device) {
-  Status status =
-      host::row_rule(row.info, forward_part(problem), dtype_of(problem), host::required(problem));
-  if (status.ok()) {
-    status = row.accept(row.info, problem, device);
-  }
-  return status.ok() ? softmax_rule_of(row.info, problem) : status;
-}
-
-// The first row of a family that serves a problem on a device, or null and the reason of the
-// closest.
-const ForwardRow* first_of_family(Backend family, const ForwardProblem& problem,
-                                  const DeviceProps& device, Status* reason);
-
-// Of a problem whose keys are cut: whether the row serves the parts that it is to launch. `prefix`:
-// the row that launches the others, or null.
-Status consider_split(const ForwardRow& row, const ForwardProblem& problem,
-                      const DeviceProps& device, const ForwardRow** prefix) {
-  *prefix = nullptr;
-  Status status = host::split_rule(problem);
-  if (!status.ok()) {
-    return status;
-  }
-  const bool has_tail = host::split_form(problem) == core::SplitForm::causal;
-  const ForwardProblem parts = host::parts_problem(problem, problem.num_splits);
-  status = serves(row, has_tail ? host::tail_problem(problem) : parts, device);
-  if (status.ok() && has_tail) {
-    *prefix = first_of_family(row.info.backend, parts, device, &status);
-  }
-  return status.ok() ? status
-                     : Status::error(status.code(), "num_splits is %d; for its parts it %s",
-                                     problem.num_splits, status.message());
-}
 template <class Row, class Problem>
 Status split_rule_of(const Row&, const Problem&, const DeviceProps&) {
   return Status();
@@ -113,7 +78,7 @@ Status split_rule_of(const Row&, const Problem&, const DeviceProps&) {
 Status split_rule_of(const ForwardRow& row, const ForwardProblem& problem,
                      const DeviceProps& device) {
   const ForwardRow* unused = nullptr;
-  return host::is_split(problem) ? consider_split(row, problem, device, &unused) : Status();
+  return host::is_split(problem) ? host::find_split(row, problem, device, &unused) : Status();
 }
 
 // Ok, or why this row does not serve the problem.
@@ -134,7 +99,14 @@ Status consider(const Row& row, const Problem& problem, const DeviceProps& devic
   if (on_gpu && device.device.type != DeviceType::cuda) {
     return Status::error(StatusCode::unsupported, "needs a CUDA device");
   }
-  Status status = serves(row, problem, device);
+  Status status =
+      host::row_rule(row.info, forward_part(problem), dtype_of(problem), host::required(problem));
+  if (status.ok()) {
+    status = row.accept(row.info, problem, device);
+  }
+  if (status.ok()) {
+    status = softmax_rule_of(row.info, problem);
+  }
   if (status.ok()) {
     status = split_rule_of(row, problem, device);
   }
@@ -169,38 +141,11 @@ const Row* closest_row(RowList<Row> list, Backend family, const ForwardProblem& 
   return closest;
 }
 
-const ForwardRow* first_of_family(Backend family, const ForwardProblem& problem,
-                                  const DeviceProps& device, Status* reason) {
-  const RowList<ForwardRow> list = host::forward_rows();
-  for (int i = 0; i < list.count; ++i) {
-    if (list.rows[i].info.backend == family && serves(list.rows[i], problem, device).ok()) {
-      return list.rows + i;
-    }
-  }
-  const ForwardRow* closest = closest_row(list, family, problem, problem.dtype);
-  *reason = serves(*closest, problem, device);
-  return nullptr;
-}
-
-// Cuts the keys of a plan that a row has configured for whole sequences, if the problem asks for
-// it, or the model of the time does.
-void cut_keys(const ForwardRow& row, const DeviceProps& device, ForwardPlan* plan) {
-  ForwardProblem problem = plan->problem;
-  if (problem.num_splits == kAutomaticSplits) {
-    problem.num_splits = host::automatic_splits(*plan);
-  }
-  const ForwardRow* prefix = nullptr;
-  // Asked for by number, it was considered before.
-  if (host::is_split(problem) && consider_split(row, problem, device, &prefix).ok()) {
-    plan->automatic_splits = plan->problem.num_splits == kAutomaticSplits;
-    plan->problem = problem;
-    host::configure_split(row, prefix, plan);
-  } else {
-    plan->problem.num_splits = 1;
-  }
+void cut_plan(const ForwardRow& row, ForwardPlan* plan) {
+  host::cut_keys(row, plan);
 }
 template <class Row, class Plan>
-void cut_keys(const Row&, const DeviceProps&, Plan*) {}
+void cut_plan(const Row&, Plan*) {}
 
 // "no forward kernel serves this problem. hopper: ... ampere: ... cpu: ..."
 template <class Row, class Problem>
@@ -252,7 +197,7 @@ Status make_plan(RowList<Row> list, const Problem& problem, const DeviceProps& d
       set_softmax(plan);
       if (!host::writes_nothing(canonical)) {
         row.configure(plan);
-        cut_keys(row, device, plan);
+        cut_plan(row, plan);
       }
       return Status();
     }

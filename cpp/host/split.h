@@ -18,6 +18,11 @@ Status split_rule(const ForwardProblem& problem);
 // Whether a canonical problem asks for parts and has keys to cut.
 bool is_split(const ForwardProblem& problem);
 
+// Rows from the keys of one sequence to the next one's, where they are dense.
+inline std::int64_t rows_between(const Layout& layout) {
+  return layout.seq > 0 ? layout.batch / layout.seq : 0;
+}
+
 core::SplitForm split_form(const ForwardProblem& problem);
 
 // What attends to the parts of a canonical problem that split_rule() accepts. All parts, or those
@@ -25,12 +30,17 @@ core::SplitForm split_form(const ForwardProblem& problem);
 ForwardProblem parts_problem(const ForwardProblem& problem, int splits);
 ForwardProblem tail_problem(const ForwardProblem& problem);
 
-// By core::SplitModel, of a plan that was made for num_splits = 1.
-int automatic_splits(const ForwardPlan& plan);
+// Ok, or why a row does not serve the parts of a canonical problem that is_split(). `prefix`: the
+// row that launches the prefix of a causal one, else null.
+Status find_split(const ForwardRow& row, const ForwardProblem& problem, const DeviceProps& device,
+                  const ForwardRow** prefix);
 
-// Fills a plan whose problem, device and kernel are set and whose problem.num_splits is above 1.
-// `prefix`: the row of the prefix, or null.
+// Sizes a plan whose problem.num_splits is above 1.
 void configure_split(const ForwardRow& row, const ForwardRow* prefix, ForwardPlan* plan);
+
+// Cuts the keys of a plan that a row has configured for whole sequences, if its problem asks for
+// it, or the model of the time does.
+void cut_keys(const ForwardRow& row, ForwardPlan* plan);
 
 // The launches of such a plan: the arrays and the copies of Q, the parts, the tail, the merge.
 Status run_split(const ForwardRow& row, const ForwardRow* prefix, const ForwardPlan& plan,

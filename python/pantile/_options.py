@@ -45,13 +45,13 @@ _MOST_SPLITS = 256
 
 
 def _check_splits(num_splits: object, fp8: bool) -> None:
-    if num_splits == "auto" and type(num_splits) is str:
+    allowed = f"an int from 1 to {_MOST_SPLITS}, or auto"
+    if type(num_splits) is str and num_splits == "auto":
         return
     if type(num_splits) is not int:
-        text = shown(num_splits)
-        raise TypeError(f"num_splits is {text}; it must be an int from 1 to {_MOST_SPLITS} or auto")
+        raise TypeError(f"num_splits is {shown(num_splits)}; it must be {allowed}")
     if not 1 <= num_splits <= _MOST_SPLITS:
-        raise ValueError(f"num_splits is {num_splits}; it must be 1 to {_MOST_SPLITS} or auto")
+        raise ValueError(f"num_splits is {shown(num_splits)}; it must be {allowed}")
     if fp8 and num_splits > 1:
         raise ValueError(f"num_splits is {num_splits}; FP8 attention has no parts, it must be 1")
 
@@ -163,7 +163,7 @@ class Options:
             "backend": "auto" if self.backend == "torch" else str(self.backend),
             "backend_preferred": self.backend_preferred,
             "float32_precision": self.float32_precision,
-            "num_splits": 0 if self.num_splits == "auto" else self.num_splits,
+            "num_splits": self.num_splits if isinstance(self.num_splits, int) else 0,
             **softmax._fields_of_call(),
             "exact_lse": exact_lse,
         }

@@ -123,6 +123,7 @@ LISTED = {
         ),
         ("ForwardSplit.ModelTakesTheFastestNumber", "splits == 1 ? 0.0 : ", ""),
         ("ForwardSplit.ModelTakesTheFastestNumber", "model.query_tiles * splits", "splits"),
+        ("ForwardSplit.ModelTakesTheFastestNumber", "kLeastGain = 0.9", "kLeastGain = 1.0"),
     ],
     "kv_split.h": [
         (

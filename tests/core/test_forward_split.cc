@@ -336,11 +336,16 @@ TEST(ForwardSplit, ModelTakesTheFastestNumber) {
       ASSERT_GE(best, 1);
       ASSERT_LE(best, keys);
       for (std::int64_t other = 1; other <= min_of<std::int64_t>(256, keys); ++other) {
-        ASSERT_LE(predicted_clocks(model, best), predicted_clocks(model, other));
-        if (other < best) {
-          ASSERT_LT(predicted_clocks(model, best), predicted_clocks(model, other));
+        const double clocks = predicted_clocks(model, other);
+        if (best == 1) {
+          ASSERT_LE(0.9 * predicted_clocks(model, 1), clocks);
+        } else {
+          ASSERT_LE(predicted_clocks(model, best), clocks);
+          ASSERT_LT(predicted_clocks(model, best), other < best ? clocks : clocks + 1.0);
         }
       }
+      ASSERT_LE(predicted_clocks(model, best),
+                (best == 1 ? 1.0 : 0.9) * predicted_clocks(model, 1));
     }
   }
   // 16 tiles of rows: eight parts fill one wave. As many tiles as processors: nothing to gain.
@@ -349,6 +354,11 @@ TEST(ForwardSplit, ModelTakesTheFastestNumber) {
   EXPECT_EQ(best_splits(model), 8);
   model.query_tiles = 132;
   EXPECT_EQ(best_splits(model), 1);
+  // Five waves of 500 tiles, or in parts 4.75: less than a tenth.
+  model.processors = 108;
+  model.query_tiles = 512;
+  EXPECT_EQ(best_splits(model), 1);
+  model.processors = 132;
   model.query_tiles = 16;
   model.key_tiles = 4;
   EXPECT_EQ(best_splits(model), 1);  // the launches cost more
