@@ -1,6 +1,7 @@
 // The CPU backend as the kernel table sees it: the tiled kernels and the double-precision textbook.
 #pragma once
 
+#include "core/forward_split.h"
 #include "pantile/attention.h"
 #include "pantile/kv.h"
 #include "pantile/quantize.h"
@@ -40,6 +41,11 @@ Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tenso
                           void* stream);
 void configure_reference_forward(ForwardPlan* plan);
 void configure_reference_backward(BackwardPlan* plan);
+
+// Around the parts of a split forward: the arrays that describe them and copies of Q; the merge.
+Status prepare_splits(const core::SplitJob& job, const DeviceProps& device, void* stream);
+Status merge_splits(const core::SplitJob& job, DType output, const DeviceProps& device,
+                    void* stream);
 
 // The FP8 quantiser: the same bits as the GPU's.
 Status accept_quantize(const KernelInfo& row, const QuantizeProblem& problem,

@@ -12,7 +12,8 @@ set(PANTILE_CPU_SOURCES
   ${CMAKE_CURRENT_LIST_DIR}/quantize.cc
   ${CMAKE_CURRENT_LIST_DIR}/reference.cc
   ${CMAKE_CURRENT_LIST_DIR}/reference_backend.cc
-  ${CMAKE_CURRENT_LIST_DIR}/reference_fp8.cc)
+  ${CMAKE_CURRENT_LIST_DIR}/reference_fp8.cc
+  ${CMAKE_CURRENT_LIST_DIR}/split.cc)
 set(PANTILE_CPU_ISA_SOURCES ${CMAKE_CURRENT_LIST_DIR}/isa/kernels.cc
   ${CMAKE_CURRENT_LIST_DIR}/isa/kernels_fp8.cc)
 set(PANTILE_CPU_ISAS baseline)

@@ -13,6 +13,7 @@
 #include "host/row_rules.h"
 #include "host/shape.h"
 #include "host/softmax.h"
+#include "host/split.h"
 #include "host/validate.h"
 #include "pantile/quantize.h"
 
@@ -70,6 +71,16 @@ Status validate_all(const Problem& problem, const DeviceProps& device, const Pla
   return status.ok() ? host::validate(options) : status;
 }
 
+template <class Row, class Problem>
+Status split_rule_of(const Row&, const Problem&, const DeviceProps&) {
+  return Status();
+}
+Status split_rule_of(const ForwardRow& row, const ForwardProblem& problem,
+                     const DeviceProps& device) {
+  const ForwardRow* unused = nullptr;
+  return host::is_split(problem) ? host::find_split(row, problem, device, &unused) : Status();
+}
+
 // Ok, or why this row does not serve the problem.
 template <class Row, class Problem>
 Status consider(const Row& row, const Problem& problem, const DeviceProps& device,
@@ -95,6 +106,9 @@ Status consider(const Row& row, const Problem& problem, const DeviceProps& devic
   }
   if (status.ok()) {
     status = softmax_rule_of(row.info, problem);
+  }
+  if (status.ok()) {
+    status = split_rule_of(row, problem, device);
   }
   if (status.ok() && !row.info.compiled) {
     return Status::error(StatusCode::unavailable, "it would serve, but this build has no CUDA: %s",
@@ -126,6 +140,12 @@ const Row* closest_row(RowList<Row> list, Backend family, const ForwardProblem& 
   }
   return closest;
 }
+
+void cut_plan(const ForwardRow& row, ForwardPlan* plan) {
+  host::cut_keys(row, plan);
+}
+template <class Row, class Plan>
+void cut_plan(const Row&, Plan*) {}
 
 // "no forward kernel serves this problem. hopper: ... ampere: ... cpu: ..."
 template <class Row, class Problem>
@@ -177,6 +197,7 @@ Status make_plan(RowList<Row> list, const Problem& problem, const DeviceProps& d
       set_softmax(plan);
       if (!host::writes_nothing(canonical)) {
         row.configure(plan);
+        cut_plan(row, plan);
       }
       return Status();
     }
@@ -193,6 +214,18 @@ const Row* row_of(RowList<Row> list, const KernelInfo* kernel) {
   const std::uintptr_t number = offset / sizeof(Row);
   const bool inside = number < static_cast<std::uintptr_t>(list.count) && offset % sizeof(Row) == 0;
   return inside ? list.rows + number : nullptr;
+}
+
+template <class Row, class Plan, class Tensors>
+Status run_row(RowList<Row>, const Row& row, const Plan& plan, const Tensors& tensors,
+               void* workspace, void* stream) {
+  return row.run(plan, tensors, workspace, stream);
+}
+Status run_row(RowList<ForwardRow> list, const ForwardRow& row, const ForwardPlan& plan,
+               const ForwardTensors& tensors, void* workspace, void* stream) {
+  return plan.num_splits > 1 ? host::run_split(row, row_of(list, plan.prefix_kernel), plan, tensors,
+                                               workspace, stream)
+                             : row.run(plan, tensors, workspace, stream);
 }
 
 template <class Row, class Plan, class Tensors>
@@ -215,7 +248,7 @@ Status launch(RowList<Row> list, const Plan& plan, const Tensors& tensors, void*
   if (!status.ok() || host::writes_nothing(plan.problem)) {
     return status;
   }
-  return row->run(plan, tensors, workspace, stream);
+  return run_row(list, *row, plan, tensors, workspace, stream);
 }
 
 template <class Row, class Problem>

@@ -4,6 +4,7 @@
 
 #include "ampere/plan.h"
 #include "hopper/plan.h"
+#include "host/split.h"
 #include "jit/kernel.h"
 #include "jit/load.h"
 #include "pantile/jit.h"
@@ -25,6 +26,17 @@ Status list_kernels(const Plan& plan, std::vector<jit::Request>* requests) {
     case Backend::reference: break;
   }
   return Status();
+}
+
+// Those of a plan whose keys are cut are its launches'.
+Status list_kernels(const ForwardPlan& plan, std::vector<jit::Request>* requests) {
+  ForwardPlan launches[2];
+  const int count = plan.num_splits > 1 ? host::split_launches(plan, launches) : 0;
+  Status status = count == 0 ? list_kernels<ForwardPlan>(plan, requests) : Status();
+  for (int i = 0; i < count && status.ok(); ++i) {
+    status = list_kernels<ForwardPlan>(launches[i], requests);
+  }
+  return status;
 }
 
 template <class Plan>

@@ -96,6 +96,7 @@ const char* feature_name(Feature feature) {
     case Feature::split_invariant: return "split=invariant";
     case Feature::split_fixed: return "splits of fixed length";
     case Feature::rotary: return "rotary embedding";
+    case Feature::num_splits: return "num_splits";
   }
   return "?";
 }

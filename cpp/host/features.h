@@ -12,8 +12,9 @@ namespace pantile::host {
 
 // The sets of cuda/kernels.def and of the CPU rows.
 namespace feature_sets {
-inline constexpr FeatureSet forward_f32{Feature::packed, Feature::seqused, Feature::lse,
-                                        Feature::max_logit, Feature::output_f32};
+inline constexpr FeatureSet forward_f32{Feature::packed,     Feature::seqused,
+                                        Feature::lse,        Feature::max_logit,
+                                        Feature::output_f32, Feature::num_splits};
 inline constexpr FeatureSet forward_16bit = forward_f32.with(Feature::o_low);
 inline constexpr FeatureSet forward_fp8{Feature::packed, Feature::seqused, Feature::lse,
                                         Feature::smooth_k};

@@ -24,16 +24,18 @@ namespace kernels {
 }  // namespace kernels
 #define PANTILE_ENTRY(name) kernels::name
 #define PANTILE_SCHEDULE(backend) backend::schedule_decode
+#define PANTILE_SPLITS(backend) backend::prepare_splits, backend::merge_splits
 #else
 #define PANTILE_ENTRY(name) nullptr
 #define PANTILE_SCHEDULE(backend) nullptr
+#define PANTILE_SPLITS(backend) nullptr, nullptr
 #endif
 
 namespace host {
 namespace {
 
 // What a row of a pass has behind its entry point.
-#define PANTILE_REST_forward(backend)
+#define PANTILE_REST_forward(backend) PANTILE_SPLITS(backend)
 #define PANTILE_REST_backward(backend)
 #define PANTILE_REST_quantize(backend)
 #define PANTILE_REST_decode(backend) PANTILE_SCHEDULE(backend)
@@ -67,13 +69,21 @@ constexpr KernelInfo cpu_info(const char* name, Backend backend, Pass pass, DTyp
 }
 
 constexpr ForwardRow cpu_forward(const char* name, DType dtype) {
-  return {cpu_info(name, Backend::cpu, Pass::forward, dtype), cpu::accept_forward,
-          cpu::configure_forward, cpu::run_forward};
+  return {cpu_info(name, Backend::cpu, Pass::forward, dtype),
+          cpu::accept_forward,
+          cpu::configure_forward,
+          cpu::run_forward,
+          cpu::prepare_splits,
+          cpu::merge_splits};
 }
 
 constexpr ForwardRow reference_forward(const char* name, DType dtype) {
-  return {cpu_info(name, Backend::reference, Pass::forward, dtype), cpu::accept_forward,
-          cpu::configure_reference_forward, cpu::reference_forward};
+  return {cpu_info(name, Backend::reference, Pass::forward, dtype),
+          cpu::accept_forward,
+          cpu::configure_reference_forward,
+          cpu::reference_forward,
+          cpu::prepare_splits,
+          cpu::merge_splits};
 }
 
 constexpr KernelInfo fp8_info(const char* name, Backend backend, Pass pass, DType dtype) {
@@ -92,8 +102,12 @@ constexpr KernelInfo fp8_info(const char* name, Backend backend, Pass pass, DTyp
 }
 
 constexpr ForwardRow cpu_forward_fp8(const char* name, DType dtype) {
-  return {fp8_info(name, Backend::cpu, Pass::forward, dtype), cpu::accept_forward,
-          cpu::configure_forward_fp8, cpu::run_forward_fp8};
+  return {fp8_info(name, Backend::cpu, Pass::forward, dtype),
+          cpu::accept_forward,
+          cpu::configure_forward_fp8,
+          cpu::run_forward_fp8,
+          cpu::prepare_splits,
+          cpu::merge_splits};
 }
 
 constexpr BackwardRow cpu_backward_fp8(const char* name, DType dtype) {
@@ -102,8 +116,12 @@ constexpr BackwardRow cpu_backward_fp8(const char* name, DType dtype) {
 }
 
 constexpr ForwardRow reference_forward_fp8(const char* name, DType dtype) {
-  return {fp8_info(name, Backend::reference, Pass::forward, dtype), cpu::accept_forward,
-          cpu::configure_reference_forward, cpu::reference_forward_fp8};
+  return {fp8_info(name, Backend::reference, Pass::forward, dtype),
+          cpu::accept_forward,
+          cpu::configure_reference_forward,
+          cpu::reference_forward_fp8,
+          cpu::prepare_splits,
+          cpu::merge_splits};
 }
 
 constexpr QuantizeRow cpu_quantize(const char* name, DType dtype) {

@@ -3,6 +3,7 @@
 // run, so the two can never disagree.
 #pragma once
 
+#include "core/forward_split.h"
 #include "pantile/attention.h"
 #include "pantile/kv.h"
 #include "pantile/quantize.h"
@@ -20,7 +21,20 @@ struct KernelRow {
   Status (*run)(const Plan& plan, const Tensors& tensors, void* workspace, void* stream);
 };
 
-using ForwardRow = KernelRow<ForwardProblem, ForwardPlan, ForwardTensors>;
+// A forward row has the two kernels around the parts of a split call, too; null when not compiled.
+struct ForwardRow {
+  KernelInfo info;
+  Status (*accept)(const KernelInfo& info, const ForwardProblem& problem,
+                   const DeviceProps& device);
+  void (*configure)(ForwardPlan* plan);
+  Status (*run)(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace,
+                void* stream);
+  // Writes the arrays that describe the parts, and copies Q for them.
+  Status (*prepare_splits)(const core::SplitJob& job, const DeviceProps& device, void* stream);
+  // Merges their results into O, which has the dtype `output`, LSE and what else is wanted.
+  Status (*merge_splits)(const core::SplitJob& job, DType output, const DeviceProps& device,
+                         void* stream);
+};
 using BackwardRow = KernelRow<BackwardProblem, BackwardPlan, BackwardTensors>;
 using QuantizeRow = KernelRow<QuantizeProblem, QuantizePlan, QuantizeTensors>;
 

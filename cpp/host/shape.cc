@@ -56,6 +56,7 @@ BackwardProblem canonical(const BackwardProblem& problem) {
   const ForwardProblem& forward = problem.forward;
   BackwardProblem result = problem;
   result.forward = canonical(forward);
+  result.forward.num_splits = 1;  // how O and LSE were made does not matter
   result.grad_o = canonical_layout(problem.grad_o, query_shape(forward, forward.head_dim_v));
   result.grad_q = canonical_layout(problem.grad_q, query_shape(forward, forward.head_dim));
   result.grad_k = canonical_layout(problem.grad_k, key_shape(forward, forward.head_dim));
@@ -68,6 +69,7 @@ ForwardProblem operands_only(const QuantizeProblem& problem) {
   result.window_left = result.window_right = kUnbounded;
   result.scale = 1.0f;
   result.wants_lse = false;
+  result.num_splits = 1;
   const std::int64_t row = result.heads_q * result.head_dim_v;
   result.o = Layout{result.seqlen_q * row, row, result.head_dim_v, 16};
   result.fp8.output = DType::bf16;

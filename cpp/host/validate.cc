@@ -9,6 +9,7 @@
 #include "host/rules.h"
 #include "host/shape.h"
 #include "host/softmax.h"
+#include "host/split.h"
 
 namespace pantile::host {
 namespace {
@@ -280,32 +281,15 @@ Status o_low_rule(const ForwardProblem& p) {
 // In the order in which a reader of problem.h meets the fields; later rules rely on earlier ones.
 // These hold in both passes.
 constexpr Status (*kCommonRules[])(const ForwardProblem&) = {
-    dtype_rule,
-    batch_rule,
-    heads_q_rule,
-    heads_k_rule,
-    seqlen_q_rule,
-    seqlen_k_rule,
-    head_dim_rule,
-    head_dim_v_rule,
-    group_rule,
-    work_rule,
-    total_q_rule,
-    key_places_rule,
-    pages_rule,
-    total_k_rule,
-    window_left_rule,
-    window_right_rule,
-    scale_rule,
-    float32_precision_rule,
-    output_rule,
-    o_low_rule,
-    fp8_rule,
-    q_layout_rule,
-    k_layout_rule,
-    v_layout_rule,
-    softmax_options_rule,
-    variant_rule,
+    dtype_rule,        batch_rule,           heads_q_rule,
+    heads_k_rule,      seqlen_q_rule,        seqlen_k_rule,
+    head_dim_rule,     head_dim_v_rule,      group_rule,
+    work_rule,         total_q_rule,         key_places_rule,
+    pages_rule,        total_k_rule,         window_left_rule,
+    window_right_rule, scale_rule,           float32_precision_rule,
+    output_rule,       o_low_rule,           num_splits_rule,
+    fp8_rule,          q_layout_rule,        k_layout_rule,
+    v_layout_rule,     softmax_options_rule, variant_rule,
 };
 
 Status wants_lse_rule(const BackwardProblem& p) {

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "core/forward_split.h"
 #include "jit/kernel.h"
 #include "pantile/kv.h"
 #include "pantile/plan.h"
@@ -15,6 +16,11 @@ namespace pantile::hopper {
 Status accept_forward(const KernelInfo& row, const ForwardProblem& problem,
                       const DeviceProps& device);
 void configure_forward(ForwardPlan* plan);
+
+// Around the parts of a split forward (common/split.cuh).
+Status prepare_splits(const core::SplitJob& job, const DeviceProps& device, void* stream);
+Status merge_splits(const core::SplitJob& job, DType output, const DeviceProps& device,
+                    void* stream);
 
 // Their rows of dtype e4m3; the two above pass them on.
 Status accept_forward_fp8(const KernelInfo& row, const ForwardProblem& problem,

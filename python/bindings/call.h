@@ -32,6 +32,7 @@ struct Call {
   Backend backend = Backend::automatic;
   bool backend_preferred = false;  // it gives way where it has no kernel that serves
   std::optional<Float32Precision> float32_precision;  // default: what the framework says
+  std::int64_t num_splits = 1;                        // kAutomaticSplits: the plan decides
   SoftmaxUnit softmax = SoftmaxUnit::automatic;
   bool softmax_preferred = false;  // the softmax gives way where no kernel has it
   SoftmaxMode softmax_mode = SoftmaxMode::exact;
@@ -89,6 +90,7 @@ inline constexpr std::tuple kCallFields{
     CallField{"backend", &Call::backend},
     CallField{"backend_preferred", &Call::backend_preferred},
     CallField{"float32_precision", &Call::float32_precision},
+    CallField{"num_splits", &Call::num_splits},
     CallField{"softmax", &Call::softmax},
     CallField{"softmax_preferred", &Call::softmax_preferred},
     CallField{"softmax_mode", &Call::softmax_mode},

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -170,6 +171,8 @@ inline void read_options(const Call& call, Request* request) {
   request->softmax_preferred = call.softmax_preferred;
   problem.softmax = call.softmax_options();
   problem.float32_precision = call.float32_precision.value_or(Float32Precision::highest);
+  problem.num_splits = static_cast<int>(std::clamp<std::int64_t>(
+      call.num_splits, std::numeric_limits<int>::min(), std::numeric_limits<int>::max()));
   problem.window_left = call.window_left;
   problem.window_right = call.window_right;
 }

@@ -281,6 +281,30 @@ std::string softmax_text(const Plan&) {
   return "";
 }
 
+// The parts that the keys are cut into; nothing where they are whole.
+inline std::string splits_text(const ForwardPlan& plan) {
+  if (plan.num_splits <= 1) {
+    return "";
+  }
+  char text[192];
+  const char* const chosen =
+      plan.automatic_splits ? ", chosen by the model of the time" : ", as asked for";
+  if (plan.prefix_kernel == nullptr) {
+    std::snprintf(text, sizeof text, "%d, at multiples of %d keys%s", plan.num_splits,
+                  plan.split_tile, chosen);
+  } else {
+    std::snprintf(text, sizeof text,
+                  "%d, at multiples of %d keys, of them %d before the diagonal: %s, %d blocks%s",
+                  plan.num_splits, plan.split_tile, plan.num_splits - 1, plan.prefix_kernel->name,
+                  plan.prefix_blocks, chosen);
+  }
+  return text;
+}
+template <class Plan>
+std::string splits_text(const Plan&) {
+  return "";
+}
+
 inline nb::list verdict_list(const std::vector<Verdict>& verdicts) {
   nb::list rows;
   for (const Verdict& verdict : verdicts) {
@@ -296,11 +320,11 @@ inline nb::list verdict_list(const std::vector<Verdict>& verdicts) {
 }
 
 // What one pass would do: {"copies": copy and change bits, "backend_gave_way", "kernel": name or
-// None, "reason", "tile_q", "tile_k", "blocks", "workspace_bytes", "softmax", "o_low": whether the
-// pass writes or reads the low bits of O, "rows": a verdict for each row of the table}. Everything
-// but "copies" describes the problem after those copies. The plan that a call would have, with the
-// copies that it would make first. `request` is then without what the environment preferred and no
-// kernel has.
+// None, "reason", "tile_q", "tile_k", "blocks", "workspace_bytes", "softmax", "splits", "o_low":
+// whether the pass writes or reads the low bits of O, "rows": a verdict for each row of the table}.
+// Everything but "copies" describes the problem after those copies. The plan that a call would
+// have, with the copies that it would make first. `request` is then without what the environment
+// preferred and no kernel has.
 template <class Plan, class Problem>
 Status plan_with_copies(Request* request, Problem* problem, std::initializer_list<Operand> operands,
                         unsigned* copies, Plan* plan) {
@@ -386,6 +410,7 @@ nb::dict explain_pass(Request request, Problem* problem, std::initializer_list<O
   answer["workspace_bytes"] = plan.workspace.bytes;
   answer["o_low"] = asks_for(*problem, Feature::o_low);
   answer["softmax"] = status.ok() ? softmax_text(plan) : "";
+  answer["splits"] = status.ok() ? splits_text(plan) : "";
   answer["compiled"] = status.ok() ? run_time_kernels(plan) : nb::list();
   return answer;
 }

@@ -33,6 +33,7 @@ class Call:
         backend: str,
         backend_preferred: bool,
         float32_precision: str,
+        num_splits: int,
         softmax: str,
         softmax_preferred: bool,
         softmax_mode: str,
@@ -78,6 +79,8 @@ class Call:
     def backend_preferred(self) -> bool: ...
     @property
     def float32_precision(self) -> str: ...
+    @property
+    def num_splits(self) -> int: ...
     @property
     def softmax(self) -> str: ...
     @property

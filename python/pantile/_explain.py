@@ -64,6 +64,7 @@ class PassExplanation:
     backend_gave_way: bool = False  # PANTILE_BACKEND names one that does not serve the call
     o_low: bool = False  # the pass writes or reads 8 more bits of a 16-bit output
     compiled: tuple[RunTimeKernel, ...] = ()  # of variants, on a GPU
+    splits: str = ""  # parts that the keys are cut into; empty where they are whole
 
     def lines(self, title: str, verbose: bool = False) -> list[str]:
         if self.kernel is None:
@@ -81,6 +82,8 @@ class PassExplanation:
         lines += [kernel.line() for kernel in self.compiled]
         if self.softmax:
             lines.append(f"  softmax: {self.softmax}")
+        if self.splits:
+            lines.append(f"  splits of the keys: {self.splits}")
         if self.o_low:
             lines.append("  output: 8 more bits of it from the forward to the backward")
         if self.copies:

@@ -95,7 +95,7 @@ _ANSWERS = {
     "need_weights": "use return_lse; probabilities are never stored",
     "out": "attention and varlen_attention have it; leave it out",
     # how it is computed
-    "num_splits": _NOT_SUPPORTED,
+    "num_splits": _OPTIONS.format("num_splits=..."),
     "sm_margin": _NOT_SUPPORTED,
     "op": _OPTIONS.format("backend=..."),
     "backend": _OPTIONS.format("backend=..."),

@@ -41,6 +41,21 @@ def _backend_of_environment() -> str:
 _DEFAULT_BACKEND: Any = _backend_of_environment()
 
 
+_MOST_SPLITS = 256
+
+
+def _check_splits(num_splits: object, fp8: bool) -> None:
+    allowed = f"an int from 1 to {_MOST_SPLITS}, or auto"
+    if type(num_splits) is str and num_splits == "auto":
+        return
+    if type(num_splits) is not int:
+        raise TypeError(f"num_splits is {shown(num_splits)}; it must be {allowed}")
+    if not 1 <= num_splits <= _MOST_SPLITS:
+        raise ValueError(f"num_splits is {shown(num_splits)}; it must be {allowed}")
+    if fp8 and num_splits > 1:
+        raise ValueError(f"num_splits is {num_splits}; FP8 attention has no parts, it must be 1")
+
+
 _SOFTMAX_NAMES = {field.name for field in dataclasses.fields(SoftmaxOptions)}
 _MOVED = _SOFTMAX_NAMES - {"softmax"}  # Options had them
 
@@ -72,6 +87,13 @@ class Options:
         become FP8 as well. It needs blocks of 128, and on Hopper equal head dims to 128.
         ``"recompute"``: on q, k and v as they came, for which it runs a 16-bit forward again; the
         gradients are those of the unquantised attention (docs/fp8.md).
+    num_splits: into how many parts the keys are cut, for few queries over many keys: parts are
+        attended to by blocks (CPU: threads) of their own, and merged in ascending order by a last
+        kernel, so that equal calls have equal bits. 1 to 256; 1 does not cut, and ``"auto"`` takes
+        what a model of the time predicts to be fastest, often 1. The number of parts changes the
+        rounding of o. It serves 16-bit and float32 attention, dense and packed, with full, causal
+        and window masks, softcap, sinks and key ranges; other calls are refused by name, or not cut
+        with ``"auto"``. The backward is the same with any number.
     output_dtype: ``None`` gives o the dtype of q. ``"float32"`` (or ``torch.float32``) gives it as
         accumulated: normalised like any output, but not rounded to 16 bits. For partial results
         over parts of the keys, which :func:`pantile.merge_attention` joins.
@@ -94,6 +116,7 @@ class Options:
     fp8: bool = False
     fp8_exp: Literal["code", "mixed", "exp2"] = "code"
     fp8_backward: Literal["bf16", "full", "recompute"] = "recompute"
+    num_splits: int | Literal["auto"] = 1
     output_dtype: torch.dtype | type | Literal["float32"] | None = None
     softmax: Literal["auto", "vector", "tensor"] | SoftmaxOptions = DEFAULT_UNIT
 
@@ -104,6 +127,7 @@ class Options:
         choice("fp8_backward", self.fp8_backward, FP8_BACKWARDS)
         for name in ("checked", "fp8"):
             flag(name, getattr(self, name))
+        _check_splits(self.num_splits, self.fp8)
         if self.output_dtype is not None and not self.output_f32:
             text = shown(self.output_dtype)
             raise ValueError(f"output_dtype is {text}; it must be None or float32")
@@ -139,6 +163,7 @@ class Options:
             "backend": "auto" if self.backend == "torch" else str(self.backend),
             "backend_preferred": self.backend_preferred,
             "float32_precision": self.float32_precision,
+            "num_splits": self.num_splits if isinstance(self.num_splits, int) else 0,
             **softmax._fields_of_call(),
             "exact_lse": exact_lse,
         }

@@ -37,6 +37,7 @@ CALL_FIELDS = (
     Field("backend", "str", "auto"),
     Field("backend_preferred", "bool", False),  # the environment chose it: it may give way
     Field("float32_precision", "str", "auto"),
+    Field("num_splits", "int", 1),  # 0: the plan decides
     Field("softmax", "str", "auto"),
     Field("softmax_preferred", "bool", False),  # the same
     Field("softmax_mode", "str", "exact"),
@@ -210,6 +211,7 @@ FP8_BACKWARD = Signature(
 _STUB_TYPES = {
     "Tensor?": "Any | None",
     "SymInt": "int",
+    "int": "int",
     "float": "float",
     "float?": "float | None",
     "bool": "bool",

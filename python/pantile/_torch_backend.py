@@ -77,6 +77,8 @@ def _require_torch_options(options: Options, return_lse, return_max_logit, deter
         _refuse("fp8 is True; torch has no FP8 attention")
     if options.float32_precision != "auto":
         _refuse(f"float32_precision is {options.float32_precision}; torch's setting decides, auto")
+    if options.num_splits not in (1, "auto"):
+        _refuse(f"num_splits is {options.num_splits}; torch does not cut the keys, it must be 1")
     if options.softmax != "auto" and type(options.softmax) is str:
         _refuse(f"softmax is {options.softmax}; torch has no choice, it must be auto")
     if deterministic and not torch.are_deterministic_algorithms_enabled():

@@ -47,6 +47,7 @@ class Mutation:
 FILE_OF_SUITE = {
     "Blocked": "test_blocked.cc",
     "Dropout": "test_dropout.cc",
+    "ForwardSplit": "test_forward_split.cc",
     "Fp8Steps": "test_fp8_steps.cc",
     "Fragment": "test_fragment.cc",
     "Geometry": "test_geometry.cc",
@@ -77,6 +78,52 @@ LISTED = {
         ("Dropout.ScaleAndThreshold", ">= static_cast<std::uint32_t>(dropped)", "> 0u"),
         ("Dropout.ScaleAndThreshold", "256.0f / static_cast<float>(256 - dropped)", "1.0f"),
         ("Dropout.BytesAreUniformAndIndependent", "0xD2511F53u", "0xD2511F00u"),
+    ],
+    "forward_split.h": [
+        ("ForwardSplit.PartsSeeEachVisiblePairOnce", "mask.keys - mask.rows + 1", "mask.keys"),
+        ("ForwardSplit.PartsSeeEachVisiblePairOnce", "seen / tile * tile", "seen"),
+        ("ForwardSplit.PartsSeeEachVisiblePairOnce", "clamp(at, split.cut.begin", "clamp(at, 0"),
+        (
+            "ForwardSplit.PartsSeeEachVisiblePairOnce",
+            "visible_keys(mask, mask.rows - 1).end",
+            "visible_keys(mask, 0).end",
+        ),
+        (
+            "ForwardSplit.PartsDifferByOneTile",
+            "tiles * number / split.parts",
+            "min_of<std::int64_t>(tiles, ceil_div<std::int64_t>(tiles, split.parts) * number)",
+        ),
+        (
+            "ForwardSplit.LongKeysDoNotOverflow",
+            "const std::int64_t tiles = ceil_div",
+            "const int tiles = ceil_div",
+        ),
+        (
+            "ForwardSplit.CopiesOfQueriesArePackedSequences",
+            "std::int64_t{part} * rows.capacity",
+            "std::int64_t{part} * rows.used",
+        ),
+        (
+            "ForwardSplit.CopiesOfQueriesArePackedSequences",
+            "job.cu_seqlens_q[middle + 1] <= row",
+            "job.cu_seqlens_q[middle] <= row",
+        ),
+        ("ForwardSplit.ArraysNameThePartsKeys", "shift - keys.begin;", "shift;"),
+        ("ForwardSplit.ArraysNameThePartsKeys", "batch * job.key_rows", "batch * job.seqlen_k"),
+        (
+            "ForwardSplit.ResultsLieWhereTheirRowsDo",
+            "head * (job.total_q * parts)",
+            "head * job.total_q",
+        ),
+        ("ForwardSplit.MergeIsTheLogarithmOfTheSum", "return b > a ? b : a;", "return b;"),
+        (
+            "ForwardSplit.MergeIsTheLogarithmOfTheSum",
+            "softmax_shift(reference)) * kLog2E",
+            "softmax_shift(reference))",
+        ),
+        ("ForwardSplit.ModelTakesTheFastestNumber", "splits == 1 ? 0.0 : ", ""),
+        ("ForwardSplit.ModelTakesTheFastestNumber", "model.query_tiles * splits", "splits"),
+        ("ForwardSplit.ModelTakesTheFastestNumber", "kLeastGain = 0.9", "kLeastGain = 1.0"),
     ],
     "kv_split.h": [
         (

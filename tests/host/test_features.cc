@@ -198,13 +198,25 @@ TEST(Features, AreAskedForByTheseFields) {
       auto changed = decltype(problem){};
       change(&changed, i);
       const auto found = asking.find(all[i]);
-      EXPECT_EQ(host::required(changed) == before, found == asking.end()) << all[i];
+      const bool asks = found != asking.end() || all[i] == ".num_splits";  // more than its default
+      EXPECT_EQ(host::required(changed) == before, !asks) << all[i];
     }
   };
   check(ForwardProblem());
   check(BackwardProblem());
   check(QuantizeProblem());
   check(KvProblem());
+}
+
+TEST(Features, OnlyMoreThanOnePartIsAskedFor) {
+  ForwardProblem p;
+  for (const int splits : {kAutomaticSplits, 1, 2, kMaxSplits}) {
+    p.num_splits = splits;
+    EXPECT_EQ(host::required(p).has(Feature::num_splits), splits > 1) << splits;
+  }
+  BackwardProblem backward = backward_problem();
+  backward.forward.num_splits = 4;
+  EXPECT_FALSE(host::required(host::canonical(backward)).has(Feature::num_splits));
 }
 
 TEST(Features, OfEnumerationsFollowTheirValues) {

@@ -326,7 +326,7 @@ WRONG_TYPES = {int: ("4", 1.5, None), str: (None, 3), bool: (1, None), float: ("
 
 @pytest.mark.parametrize("field", Call._fields)
 def test_the_bindings_name_a_field_of_the_wrong_type(field):
-    kinds = {"SymInt": int, "float": float, "float?": float, "str": str, "bool": bool}
+    kinds = {"SymInt": int, "int": int, "float": float, "float?": float, "str": str, "bool": bool}
     kind = next(x.kind for x in CALL_FIELDS if x.name == field)
     if kind == "Tensor?":
         q = numpy.ones((3, 1, 8), numpy.float32)

@@ -97,8 +97,8 @@ constexpr void of_forward(P& problem, F&& f) {
   auto& [dtype, batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v, packed_q,
          packed_k, total_q, total_k, has_seqused_q, has_seqused_k, has_k_begin, page_size, pages,
          max_pages, table_stride, has_mask_shift, window_left, window_right, scale,
-         float32_precision, softmax, wants_lse, wants_max_logit, output_f32, wants_o_low, q, k, v,
-         o, fp8, variant] = problem;
+         float32_precision, softmax, wants_lse, wants_max_logit, output_f32, wants_o_low,
+         num_splits, q, k, v, o, fp8, variant] = problem;
   f("", "dtype", dtype, Feature::none);
   f("", "batch", batch, Feature::none);
   f("", "heads_q", heads_q, Feature::none);
@@ -128,6 +128,7 @@ constexpr void of_forward(P& problem, F&& f) {
   f("", "wants_max_logit", wants_max_logit, Feature::max_logit);
   f("", "output_f32", output_f32, Feature::output_f32);
   f("", "wants_o_low", wants_o_low, Feature::o_low);
+  f("", "num_splits", num_splits, num_splits > 1 ? Feature::num_splits : Feature::none);
   of_layout("q", q, f);
   of_layout("k", k, f);
   of_layout("v", v, f);

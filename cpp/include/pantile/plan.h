@@ -36,6 +36,14 @@ struct ForwardPlan {
   SoftmaxOptions softmax;              // the problem's, with nothing left automatic
   const char* softmax_source = "";  // who chose its unit, where the problem and the kernel left a
                                     // choice: text that lives as long as the process
+  // Into how many parts the keys are cut; 1: not. With more, what is above describes the launch
+  // over the parts. Under a causal mask that is the last part, which holds the diagonal, and the
+  // parts before it, whose keys every query sees, are a launch of `prefix_kernel`.
+  int num_splits = 1;
+  int split_tile = 0;             // keys; parts end at its multiples
+  bool automatic_splits = false;  // the plan decided
+  const KernelInfo* prefix_kernel = nullptr;
+  int prefix_blocks = 0;
   Workspace workspace;
 };
 

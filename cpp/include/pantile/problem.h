@@ -15,6 +15,8 @@ namespace pantile {
 
 inline constexpr std::int64_t kUnbounded = -1;
 inline constexpr int kMaxHeadDim = 512;
+inline constexpr int kAutomaticSplits = 0;
+inline constexpr int kMaxSplits = 256;
 
 // Distances in elements between neighbours along each axis. The last axis (dim) has stride 1.
 // `batch` is ignored for packed (varlen) tensors. `base_align_bytes` is a power of two that divides
@@ -143,6 +145,11 @@ struct ForwardProblem {
   // layout of o, and its address a multiple of 16 bytes. Rows that see no key, or that no sequence
   // uses, have unspecified low bits, which no backward looks at: O = 0 has none.
   bool wants_o_low = false;
+  // Forward only. Into how many parts the keys of each sequence are cut, at whole tiles. The parts
+  // are attended to by blocks of their own, and their fp32 results merged in ascending order: for
+  // few queries over many keys, which would occupy few multiprocessors (docs/design/split.md). 1:
+  // not cut. kAutomaticSplits: the plan decides by a model of the time. Up to kMaxSplits.
+  int num_splits = 1;
 
   Layout q, k, v, o;  // e4m3: q, k and v are not read, those operands have one form (quantize.h)
 

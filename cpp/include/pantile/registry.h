@@ -61,8 +61,9 @@ enum class Feature : std::uint8_t {
   split_invariant,
   split_fixed,
   rotary,
+  num_splits,  // keys of a forward in parts
 };
-inline constexpr int kFeatureCount = static_cast<int>(Feature::rotary) + 1;
+inline constexpr int kFeatureCount = static_cast<int>(Feature::num_splits) + 1;
 
 class FeatureSet {
  public:
