@@ -200,7 +200,7 @@ def alive(pid: int) -> bool:
 
 def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path, capsys):
     folder = tmp_path / "out"
-    hangs = step("hangs", SLEEPS, timeout=2.0)
+    hangs = step("hangs", SLEEPS, timeout=6.0)
     steps = [step("fails", "raise SystemExit(3)"), hangs, step("empty", ""), step("ok", writes())]
     assert run(folder, *steps) == ["fails", "hangs", "empty"]
     records = measure.records_of(folder)
@@ -212,7 +212,7 @@ def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path, capsys):
     }
     assert records["fails"]["statuses"] == [3]
     assert records["hangs"]["statuses"] == [None]
-    assert 2.0 <= records["hangs"]["seconds"] < 15.0
+    assert 6.0 <= records["hangs"]["seconds"] < 6.0 + measure.GRACE
     assert records["empty"]["reason"] == "it made no empty.jsonl"
     assert all(r["commit"] == "abc" for r in records.values())
     assert "interrupted, kept" in (folder / "hangs.log").read_text()  # SIGINT before SIGKILL
@@ -246,7 +246,7 @@ def test_the_budget_ends_a_step(tmp_path):
     hangs = step("hangs", "import time; time.sleep(60)", seconds=0.5, timeout=50.0)
     started = time.monotonic()
     assert run(tmp_path / "out", hangs, budget=1.5) == ["hangs"]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 1.5 + measure.GRACE
 
 
 def test_what_lacks_is_named_and_nothing_runs(tmp_path, monkeypatch):
