@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 
@@ -9,7 +10,7 @@ import masks
 import pytest
 import torch
 import variants
-from pantile.bench import figures, measure, peers
+from pantile.bench import figures, harness, measure, peers
 from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
@@ -58,6 +59,8 @@ def cpu_as_gpu(monkeypatch):
         return measure.on_cpu(name, lambda: call(1))
 
     monkeypatch.setattr(variants, "Contender", contender)
+    short = functools.partial(harness.medians, rounds=1, round_ms=0.1)
+    monkeypatch.setattr(harness, "medians", short)
     for script in (variants, masks):
         monkeypatch.setattr(script, "SHAPES", ((1, 256),))
         monkeypatch.setattr(script, "HIDDEN", 64)
