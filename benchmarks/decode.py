@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 import pantile
 import torch
 from pantile.bench import cases, harness
-from pantile.bench.measure import Contender, repeat
+from pantile.bench.measure import Contender, captured, repeat
 
 COLD_BYTES = 200 * 10**6
 MOST_BYTES = 24 * 10**9  # of one cache
@@ -152,16 +152,12 @@ def fill(x: torch.Tensor) -> None:
 
 def graphed(name: str, calls: list[Callable[[], object]]) -> Contender:
     """Replays of a graph with one call for each set of inputs."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+
+    def once() -> None:
         for call in calls:
             call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    return Contender(name, repeat(graph.replay))
+
+    return Contender(name, repeat(captured(once, torch.cuda.Stream()).replay))
 
 
 def ours(inputs: Inputs, split: str, scheduled: bool) -> Contender:

@@ -21,6 +21,7 @@ The last lines compare with the bars of the project.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import importlib.util
 import itertools
@@ -33,13 +34,14 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pantile
 import pantile.distributed as pd
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pantile.bench import figures, harness
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -129,7 +131,7 @@ def check(bounds: list[int], name: str, named: dict) -> dict:
     o, lse = pd.attention(q, k, v, plan=plan, return_lse=True, **named)
     o.backward(grad_o[index])
     ours = [o.detach(), lse.detach(), q.grad, k.grad, v.grad]
-    line = {"check": name, "tokens": bounds[-1], "documents": len(bounds) - 1}
+    line = {"kind": "check", "check": name, "tokens": bounds[-1], "documents": len(bounds) - 1}
     for field, mine, whole in zip(("o", "lse", "dq", "dk", "dv"), ours, single, strict=True):
         his = whole.index_select(1 if field == "lse" else 0, index)
         line[field] = [bool(torch.equal(mine, his)), relative(mine, his)]
@@ -193,23 +195,23 @@ def timed(forward, leaves, grad_o, alone: bool = False) -> tuple[float, float]:
     return tuple(statistics.median(column) for column in zip(*times, strict=True))
 
 
-def speed(bounds: list[int], parts: Sequence[str], emit) -> None:
+def speed(bounds: list[int], parts: Sequence[str]) -> Iterator[dict]:
     *operands, grad_o = whole_tensors(bounds[-1])
     size = dist.get_world_size()
     flops = 4 * pairs_of(bounds) * CONFIG.heads_q * CONFIG.dim / size
-    cell = {"tokens": bounds[-1] // size, "documents": len(bounds) - 1}
+    cell = {"kind": "speed", "tokens": bounds[-1] // size, "documents": len(bounds) - 1}
 
-    def line(name: str, times, base=None, **more) -> None:
+    def line(name: str, times, base=None, **more) -> dict:
         fields = {"forward_ms": times[0], "backward_ms": times[1]}
         rates = {"forward": flops / times[0] / 1e9, "backward": 2.5 * flops / times[1] / 1e9}
         if base:
             more["share"] = [base[0] / times[0], base[1] / times[1]]  # of one GPU
-        emit({"speed": name, **cell, **fields, "tflops": rates, **more})
+        return {"speed": name, **cell, **fields, "tflops": rates, **more}
 
     forward, leaves = on_one_gpu([x.clone() for x in operands], bounds)
     base = timed(forward, leaves, grad_o, alone=True)
     base = tuple(slowest(x) / size for x in base)
-    line("one GPU / ranks", base)
+    yield line("one GPU / ranks", base)
     layouts = ("auto", "zigzag", "te_zigzag") if len(bounds) > 2 else ("auto",)
     for layout in layouts if "ours" in parts else ():
         plan = plan_of(bounds, layout=layout)
@@ -225,21 +227,22 @@ def speed(bounds: list[int], parts: Sequence[str], emit) -> None:
             times = timed(step, (q, k, v), grad_o[index])
             name = name if layout == "auto" else f"{name}, {layout}"
             more = {"imbalance": plan.imbalance, "received": plan.needed_fraction}
-            line(name, times, base, layout=plan.layout, **more)
+            yield line(name, times, base, layout=plan.layout, **more)
     for name, make in PEERS.items():
         if name not in parts:
             continue
         try:
             step, leaves, grad = make(operands, grad_o, bounds)
-            line(f"peer: {name}", timed(step, leaves, grad), base)
+            found = line(f"peer: {name}", timed(step, leaves, grad), base)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"[:160]
-            emit({"speed": f"peer: {name}", **cell, "unavailable": text})
+            found = {"speed": f"peer: {name}", **cell, "unavailable": text}
+        yield found
         while _OPEN:
             _OPEN.pop().__exit__(None, None, None)
 
 
-def host_times(emit) -> None:
+def host_times() -> Iterator[dict]:
     """Microseconds of the host for a call of tensors, and of DTensors sharded by heads."""
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
@@ -260,7 +263,7 @@ def host_times(emit) -> None:
         found[name] = 1e6 * statistics.median(times[20:])
     with CommDebugMode() as counts:
         pantile.attention(*spread, spread[1], causal=True)
-    emit({"host_us": found, "collectives": counts.get_total_counts()})
+    yield {"kind": "host_us", "host_us": found, "collectives": counts.get_total_counts()}
 
 
 # ---- peers
@@ -471,7 +474,8 @@ def bars(lines: list[dict]) -> list[dict]:
 
     def bar(cell: dict, name: str, value: float | None, least: float) -> None:
         met = None if value is None else value >= least
-        found.append({"bar": name, **cell, "value": value, "least": least, "met": met})
+        line = {"kind": "bar", "bar": name, **cell, "value": value, "least": least}
+        found.append(line | {"met": met})
 
     for tokens, several in sorted({(x["tokens"], x["documents"] > 1) for x in speeds}):
         cell = {"tokens": tokens, "packed": several}
@@ -507,10 +511,7 @@ def _heads(text: str) -> tuple[int, int]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON lines")
+    parser = harness.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 32768], help="of a rank")
     parser.add_argument("--check", type=int, nargs="*", default=[4096, 16384, 65536])
     parser.add_argument("--heads", type=_heads, default=(64, 8), help="queries/keys")
@@ -522,17 +523,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def with_kind(line: dict) -> dict:
-    """As tools/results_docs.py reads it: run, check, speed, host_us, bar or stopped."""
-    field = next(f for f in ("device", "check", "speed", "host_us", "bar", "stopped") if f in line)
-    return {"kind": "run" if field == "device" else field} | line
-
-
 def joined(files: Sequence[pathlib.Path]) -> list[dict]:
     """The lines of several runs, without their bars, and the bars of all."""
-    texts = [line for file in files if file.exists() for line in file.read_text().splitlines()]
-    lines = [line for line in map(json.loads, texts) if "bar" not in line]
-    return [with_kind(line) for line in (*lines, *bars(lines))]
+    lines = [line for file in files if file.exists() for line in figures.read(file)]
+    lines = [line for line in lines if line["kind"] != "bar"]
+    return [*lines, *bars(lines)]
 
 
 def started() -> None:
@@ -544,55 +539,56 @@ def started() -> None:
         dist.init_process_group("gloo")
 
 
-def cells_of(arguments: argparse.Namespace, emit) -> list[Callable[[], None]]:
+def cells_of(arguments: argparse.Namespace) -> list[Callable[[], Iterable[dict]]]:
     """The shortest checks come first, then all speeds, then the other checks."""
     checks, timings, size = [], [], dist.get_world_size()
     for tokens in arguments.check if "ours" in arguments.parts else ():
         for bounds in ([0, tokens], documents(tokens)):
             for name, named in METHODS.items():
                 if "group" not in name:
-                    checks.append(lambda b=bounds, n=name, m=named: emit(check(b, n, m)))
+                    checks.append(lambda b=bounds, n=name, m=named: [check(b, n, m)])
     for tokens in sorted(arguments.tokens, reverse=True):
         for bounds in ([0, tokens * size], documents(tokens * size)):
             if len(bounds) == 2 or SERVE_DOCUMENTS.intersection(arguments.parts):
-                timings.append(lambda b=bounds: speed(b, arguments.parts, emit))
+                timings.append(lambda b=bounds: speed(b, arguments.parts))
     if "ours" in arguments.parts:
-        timings.append(lambda: host_times(emit))
+        timings.append(host_times)
     few = 2 * sum("group" not in name for name in METHODS)
     return checks[:few] + timings + checks[few:]
+
+
+def lines_of(arguments: argparse.Namespace) -> Iterator[dict]:
+    start, lines = time.perf_counter(), []
+    more = {"config": dataclasses.asdict(CONFIG), "build": pantile.build_info()}
+    name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+    yield harness.header(DEVICE, gpu=name, ranks=dist.get_world_size(), **more)
+    for cell in cells_of(arguments):
+        if slowest(time.perf_counter() - start) > arguments.seconds:
+            yield {"kind": "stopped", "stopped": f"after {arguments.seconds} s"}
+            break
+        for line in cell():
+            at = {"ranks": dist.get_world_size(), "at_s": time.perf_counter() - start}
+            lines.append(line | at)
+            yield lines[-1]
+    yield from bars(lines)
 
 
 def main() -> None:
     arguments = _arguments()
     if arguments.join is not None:
-        text = [json.dumps(line) + "\n" for line in joined(arguments.join)]
-        arguments.out.write_text("".join(text))
-        print("".join(line for line in text if '"bar"' in line))
+
+        def shown(line: dict) -> str:
+            return json.dumps(line) if line["kind"] == "bar" else ""
+
+        harness.emit(arguments.out, joined(arguments.join), shown)
         return
     CONFIG.heads_q, CONFIG.heads_k = arguments.heads
     CONFIG.dim, CONFIG.repeats = arguments.head_dim, arguments.repeats
     started()
-    size, start, lines = dist.get_world_size(), time.perf_counter(), []
-    with arguments.out.open("w") if dist.get_rank() == 0 else open(os.devnull, "w") as out:
-
-        def emit(line: dict) -> None:
-            line = with_kind(line) | {"ranks": size, "at_s": time.perf_counter() - start}
-            lines.append(line)
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-            if dist.get_rank() == 0:
-                print(json.dumps(line), flush=True)
-
-        name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-        emit({"device": name, "build": pantile.build_info(), "torch": torch.__version__,
-              "config": dataclasses.asdict(CONFIG)})  # fmt: skip
-        for cell in cells_of(arguments, emit):
-            if slowest(time.perf_counter() - start) > arguments.seconds:
-                emit({"stopped": f"after {arguments.seconds} s"})
-                break
-            cell()
-        for line in bars(lines):
-            emit(line)
+    if dist.get_rank() == 0:
+        harness.emit(arguments.out, lines_of(arguments))
+    else:
+        collections.deque(lines_of(arguments), maxlen=0)  # the same work, and nothing said
     dist.destroy_process_group()
 
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import pantile
 import torch
-from pantile.bench import harness
+from pantile.bench import harness, peers
 from torch.nn.attention import flex_attention
-from variants import compiled_flex, contender
+from variants import contender, parser
 
 SHAPES = ((4, 4096), (1, 16384))  # batch, length
 HIDDEN = 2048
@@ -135,7 +135,7 @@ def line_of(
         )
 
         def call():
-            return compiled_flex()(*swapped, block_mask=mask)
+            return peers.compiled_flex()[0](*swapped, block_mask=mask)
 
         grad = grad_o.transpose(1, 2)
         makers = {FLEX: lambda: contender(FLEX, what, call, swapped, grad)}
@@ -163,12 +163,9 @@ def lines_of(given: argparse.Namespace) -> Iterator[dict]:
 
 
 def main() -> None:
-    p = harness.parser(__doc__)
+    p = parser(__doc__)
     p.add_argument("--cases", type=harness.words, default=list(CASES))
-    p.add_argument("--passes", type=harness.words, default=["forward", "backward"])
-    p.add_argument("--head-dims", type=harness.numbers, default=[64, 128])
     p.add_argument("--no-flex", action="store_true")
-    p.add_argument("--warm", action="store_true", help="compile, but time nothing")
     given = p.parse_args()
     harness.require_gpu()
     harness.emit(None if given.warm else given.out, lines_of(given))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import pathlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+
+from pantile.bench import figures
 
 PASSES = ("forward", "backward")
 Line = dict
@@ -33,17 +34,12 @@ class Bar:
         return self.measured >= self.goal if self.at_least else self.measured <= self.goal
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(x) for x in values]
-    return math.exp(sum(logs) / len(logs))
-
-
 def _of(
     name: str,
     goal: float,
     values: list[float],
     at_least: bool = True,
-    join: Callable[[Iterable[float]], float] = geometric_mean,
+    join: Callable[[Iterable[float]], float] = figures.mean,
 ) -> Bar:
     measured = round(join(values), 4) if values else None
     return Bar(name, goal, at_least, measured, len(values))
@@ -153,7 +149,7 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path)
     given = parser.parse_args()
-    lines = [json.loads(x) for file in given.files for x in file.read_text().splitlines() if x]
+    lines = [line for file in given.files for line in figures.read(file)]
     bars = bars_of(lines)
     for bar in bars:
         print(text_of(bar))

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import pantile
 import torch
 import torch.nn.functional as F
-from pantile.bench import harness
+from pantile.bench import harness, peers
 from pantile.bench.measure import Contender, repeat
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
@@ -83,11 +83,6 @@ def keywords_of(variant: str, tensors: dict) -> dict:
     return {**tensors, **fixed.get(variant, {})}
 
 
-@functools.cache
-def compiled_flex():
-    return torch.compile(flex_attention.flex_attention, dynamic=False)
-
-
 def flex_score(variant: str, tensors: dict):
     variant = variant.removeprefix(LEARNED)
     if variant == "relative expression":
@@ -120,7 +115,7 @@ def peer_call(name: str, variant: str, causal: bool, leaves, tensors: dict):
             mask = flex_attention.create_block_mask(
                 lambda b, h, i, j: j <= i, None, None, length, length, device="cuda"
             )
-        return lambda: compiled_flex()(*leaves, score_mod=score, block_mask=mask)
+        return lambda: peers.compiled_flex()[0](*leaves, score_mod=score, block_mask=mask)
     backend = {
         "cuDNN (torch)": SDPBackend.CUDNN_ATTENTION,
         "FA2 (torch)": SDPBackend.FLASH_ATTENTION,
@@ -142,17 +137,7 @@ def peer_call(name: str, variant: str, causal: bool, leaves, tensors: dict):
 
 def contender(name: str, what: str, forward, leaves, grad_o, more=()) -> Contender:
     """``more``: tensors of the variant whose gradients the backward takes as well."""
-    if what == "forward":
-
-        def call():
-            with torch.no_grad():
-                return forward()
-    else:
-        o = forward()
-
-        def call():
-            return torch.autograd.grad(o, (*leaves, *more), grad_o, retain_graph=True)
-
+    call = peers.pass_of(what, forward, (*leaves, *more), grad_o)
     call()
     return Contender(name, repeat(call))
 
@@ -201,9 +186,6 @@ def line_of(
     tensors = tensors_of(variant, heads, length)
     more = tuple(x for x in tensors.values() if x.requires_grad)
     absent: dict[str, str] = {}
-    running = [
-        contender("plain", what, lambda: pantile.attention(*leaves, causal=causal), leaves, grad_o)
-    ]
     line = {
         "kind": "timing",
         "variant": variant,
@@ -214,50 +196,43 @@ def line_of(
         "seqlen": length,
         "causal": causal,
     }
-    keywords = keywords_of(variant, tensors)
 
-    def ours():
-        return pantile.attention(*leaves, causal=causal, **keywords)
+    def own(name: str, keywords: dict, more=()) -> Contender:
+        def forward():
+            return pantile.attention(*leaves, causal=causal, **keywords)
 
-    try:
+        return contender(name, what, forward, leaves, grad_o, more)
+
+    def first_use() -> Contender:
+        keywords = keywords_of(variant, tensors)
         started = time.perf_counter()
-        o = ours()
+        o = pantile.attention(*leaves, causal=causal, **keywords)
         torch.cuda.synchronize()
         line["first_use_s"] = round(time.perf_counter() - started, 3)
         line["error"] = error_of(o, inputs, causal, variant, tensors)
-        running.append(contender("pantile", what, ours, leaves, grad_o, more))
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        absent["pantile"] = str(error).splitlines()[0]
+        return own("pantile", keywords, more)
+
+    def peer(name: str) -> Contender | str:
+        call = peer_call(name, variant, causal, swapped, tensors)
+        if isinstance(call, str):
+            return call
+        return contender(name, what, call, swapped, grad_o.transpose(1, 2), more)
+
+    running = [own("plain", {})]
+    running += harness.running({"pantile": first_use}, absent, harness.OURS_REFUSES)
     hook = variant.removesuffix(EXPRESSION)
     if variant.endswith(EXPRESSION) and hook in ("softcap", "ALiBi"):
-        by_hand = keywords_of(hook, tensors)
-        running.append(
-            contender(
-                "by hand",
-                what,
-                lambda: pantile.attention(*leaves, causal=causal, **by_hand),
-                leaves,
-                grad_o,
-            )
-        )
-    for name in PEERS:
-        found = peer_call(name, variant, causal, swapped, tensors)
-        if isinstance(found, str):
-            absent[name] = found
-            continue
-        try:
-            running.append(contender(name, what, found, swapped, grad_o.transpose(1, 2), more))
-        except Exception as error:  # torch's compiler raises types of its own
-            absent[name] = str(error).splitlines()[0]
+        running.append(own("by hand", keywords_of(hook, tensors)))
+    running += harness.running({name: functools.partial(peer, name) for name in PEERS}, absent)
     if warm:
         return {**line, "kind": "warm", "absent": absent}
     ms = harness.medians(running)
-    own = ms.get("pantile")
+    mine = ms.get("pantile")
     best = min((ms[name] for name in PEERS if name in ms), default=None)
     line |= {"ms": ms, "absent": absent}
-    line["over_hook"] = harness.quotient(own, ms.get("by hand"))
-    line["over_plain"] = harness.quotient(own, ms["plain"])
-    line["ahead_of_best_peer"] = harness.quotient(best, own)
+    line["over_hook"] = harness.quotient(mine, ms.get("by hand"))
+    line["over_plain"] = harness.quotient(mine, ms["plain"])
+    line["ahead_of_best_peer"] = harness.quotient(best, mine)
     return line
 
 
@@ -284,15 +259,20 @@ def lines_of(given: argparse.Namespace) -> Iterator[dict]:
         yield line_of(*cell, given.warm)
 
 
-def main() -> None:
-    p = harness.parser(__doc__)
-    p.add_argument("--variants", type=harness.words, default=DEFAULT_VARIANTS)
+def parser(doc: str) -> argparse.ArgumentParser:
+    p = harness.parser(doc)
     p.add_argument("--passes", type=harness.words, default=["forward", "backward"])
     p.add_argument("--head-dims", type=harness.numbers, default=[64, 128])
+    p.add_argument("--warm", action="store_true", help="compile, but time nothing")
+    return p
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--variants", type=harness.words, default=DEFAULT_VARIANTS)
     p.add_argument("--lengths", type=harness.numbers, default=[4096, 16384])
     p.add_argument("--masks", type=harness.words, default=["causal", "full"])
     p.add_argument("--part", default="1/1", help="which lines, such as 3/8")
-    p.add_argument("--warm", action="store_true", help="compile, but time nothing")
     given = p.parse_args()
     harness.require_gpu()
     harness.emit(None if given.warm else given.out, lines_of(given))

@@ -307,8 +307,8 @@ def golden() -> dict[str, Section]:
     return json.loads(GOLDEN.read_text())
 
 
-def write_golden(device: str) -> None:
-    """Rewrites the sections of a device that this machine can measure and keeps the others."""
+def write_golden(device: str, path: pathlib.Path) -> None:
+    """Writes the sections of a device that this machine can measure, and the others as they are."""
     sections = golden() if GOLDEN.exists() else {}
     if device == "cpu":
         measured = {f"cpu {isa}": cpu_section(isa) for isa in ISAS}
@@ -316,9 +316,9 @@ def write_golden(device: str) -> None:
         served = {row["backend"] for row in pantile.kernels() if row["compiled"]}
         measured = {name: section(name) for name in ("hopper", "ampere") if name in served}
     sections |= {name: rows for name, rows in measured.items() if rows is not None}
-    GOLDEN.parent.mkdir(exist_ok=True)
-    GOLDEN.write_text(json.dumps(sections, indent=1) + "\n")
-    print(f"{GOLDEN.name}: wrote {', '.join(n for n, rows in measured.items() if rows)}")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(sections, indent=1) + "\n")
+    print(f"{path.name}: wrote {', '.join(n for n, rows in measured.items() if rows)}")
 
 
 def worse(found: Section, stored: Section) -> list[str]:
@@ -375,7 +375,11 @@ def rows_of(chosen: argparse.Namespace) -> Iterator[dict]:
 def main() -> None:
     p = harness.parser(__doc__)
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    p.add_argument("--golden", action="store_true", help="rewrite the golden file and stop")
+    p.add_argument(
+        "--golden",
+        action="store_true",
+        help="rewrite the golden file, or write it to --out, and stop",
+    )
     p.add_argument("--section", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--forward-only", action="store_true")
     p.add_argument("--only", choices=["all", "fp8", "rows", "gradients", "modes"], default="all")
@@ -388,7 +392,7 @@ def main() -> None:
     if chosen.device == "cuda":
         harness.require_gpu()
     if chosen.golden:
-        write_golden(chosen.device)
+        write_golden(chosen.device, chosen.out or GOLDEN)
     else:
         harness.emit(chosen.out, rows_of(chosen), shown)
 

@@ -15,8 +15,8 @@ so that blocks take a second one. torch's caching allocator is off: inside its b
 where a tensor ends.
 
 One line a tool; exit status 1 when a tool found something: then the cases that it complained of,
-its first words about each, and the end of its output. --record adds the results to
-docs/gpu-sanitizer.json, which the page docs/gpu-verification.md shows.
+its first words about each, and the end of its output. --record adds the results to a file, by
+default docs/gpu-sanitizer.json, which the page docs/gpu-verification.md shows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import contextlib
 import itertools
 import json
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -271,16 +272,16 @@ def tests_run(text: str) -> int:
     return sum(int(n) for n in re.findall(r"(\d+) (?:passed|failed)", lines[-1] if lines else ""))
 
 
-def record(results: list[dict]) -> None:
+def record(results: list[dict], path: pathlib.Path) -> None:
     """Adds the results to those of the same build; drops those of another one."""
     facts = verification.facts()
     kept = []
-    if RECORD.exists():
-        earlier = json.loads(RECORD.read_text())
+    if path.exists():
+        earlier = json.loads(path.read_text())
         if all(earlier["facts"][name] == facts[name] for name in verification.SAME):
             new = {(x["tool"], x["what"]) for x in results}
             kept = [x for x in earlier["results"] if (x["tool"], x["what"]) not in new]
-    verification.write_json(RECORD, {"facts": facts, "results": [*kept, *results]})
+    verification.write_json(path, {"facts": facts, "results": [*kept, *results]})
 
 
 def check_cases(tools, backends, parts, only: str, jobs: int) -> list[dict]:
@@ -309,7 +310,9 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
     parser.add_argument("--suite", type=int, metavar="N", help="every N-th GPU test, by its name")
-    parser.add_argument("--record", action="store_true", help=f"add to {RECORD.name}")
+    text = f"add to this file (default: docs/{RECORD.name})"
+    kept = {"type": pathlib.Path, "nargs": "?", "const": RECORD, "metavar": "PATH"}
+    parser.add_argument("--record", help=text, **kept)
     parser.add_argument("--run", action="store_true", help="the cases alone, without a tool")
     parser.add_argument("--guard", action="store_true", help="with --run: guarded_memory.py")
     parser.add_argument("--written", action="store_true", help="outputs count as written")
@@ -345,7 +348,7 @@ def main() -> int:
     else:
         results = check_cases(tools, backends, parts, chosen.only, chosen.jobs)
     if chosen.record:
-        record(results)
+        record(results, chosen.record)
     return int(not all(found["ok"] for found in results))
 
 

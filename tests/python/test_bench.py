@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import time
 
@@ -72,6 +74,7 @@ def test_says_when_there_is_no_gpu(capsys, monkeypatch):
         (["--dtype", "float64"], "--dtype is 'float64'; it must be of bfloat16, float16"),
         (["--only-special"], "the suite quick has no special cases"),
         (["--backend", "hopper"], "--backend hopper runs on cuda; the device is cpu"),
+        (["--graphs"], "--graphs captures CUDA graphs; the device is cpu"),
         (["--peers", "FA9"], "peer 'FA9' is not known; there are: torch, math (torch)"),
     ],
 )
@@ -135,7 +138,9 @@ def test_progress_is_on_stderr(capsys):
 @pytest.mark.parametrize("suite", ["hopper", "ampere", "cpu"])
 def test_a_suite_gives_what_is_not_given(suite):
     given = {"suite": suite, "only_special": False, "no_special": False, "rounds": 1}
-    given |= dict.fromkeys(("flushed", "deterministic", "softmax"), False) | {"round_ms": 1.0}
+    given |= dict.fromkeys(("flushed", "graphs", "deterministic", "softmax"), False) | {
+        "round_ms": 1.0
+    }
     given |= cases.suite(suite)
     chosen = command._chosen(given, given["device"])
     special = {"hopper": 7, "ampere": 6, "cpu": 0}[suite]
@@ -264,6 +269,127 @@ def test_the_order_rotates():
     measure.interleave(contenders, rounds=3, round_ms=1e-6)
     timed = order[-18:]  # two entries a round and contender: one to start, one that is timed
     assert "".join(timed[::2]) == "abcbcacab"
+
+
+class FakeGpu:
+    """torch's streams and graphs, as far as a capture needs them; a replay makes the calls that
+    were captured."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.events: list[str] = []
+        self.current, self.capturing = "default", False
+        gpu = self
+
+        class Stream:
+            def wait_stream(self, other) -> None:
+                gpu.events.append("wait")
+
+        class Graph:
+            def replay(self) -> None:
+                gpu.events.append("replay")
+
+        @contextlib.contextmanager
+        def stream_of(stream):
+            gpu.current = "side"
+            yield
+            gpu.current = "default"
+
+        @contextlib.contextmanager
+        def graph_of(graph, stream):
+            gpu.events.append("capture")
+            gpu.current, gpu.capturing = "side", True
+            yield
+            gpu.current, gpu.capturing = "default", False
+
+        names = {"Stream": Stream, "CUDAGraph": Graph, "stream": stream_of, "graph": graph_of}
+        names |= {"current_stream": lambda: None}
+        names |= {"synchronize": lambda: self.events.append("synchronize")}
+        for name, fake in names.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def call(self) -> tuple:
+        self.events.append(f"call on {self.current}{', captured' * self.capturing}")
+        return (torch.ones(1),)
+
+
+def test_a_call_is_captured_on_the_stream_that_it_was_made_on(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+
+    def make() -> measure.Contender:
+        gpu.events.append(f"made on {gpu.current}")
+        return measure.Contender("x", measure.repeat(gpu.call), answer=gpu.call)
+
+    found = measure.in_graph(make)
+    begin = ["wait", "made on side", "call on side", "synchronize", "capture"]
+    assert gpu.events == [*begin, "call on side, captured"]
+    assert found.name == "x"
+    assert not found.wall
+    gpu.events.clear()
+    found.call(3)
+    assert gpu.events == ["replay"] * 3
+    assert found.answer()[0].item() == 1.0
+    assert gpu.events == ["replay"] * 4  # it computes nothing but by a replay
+
+
+def test_what_cannot_be_captured_says_why(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+    by_clock = measure.Contender("x", measure.repeat(gpu.call), wall=True, answer=gpu.call)
+    silent = measure.Contender("x", measure.repeat(gpu.call))
+    for made in (by_clock, silent):
+        assert "not on a stream" in measure.in_graph(lambda made=made: made)
+    assert measure.in_graph(lambda: "no kernel") == "no kernel"
+    assert "capture" not in gpu.events
+
+
+def test_replays_stand_beside_eager_calls(monkeypatch, capsys):
+    made: list[str] = []
+
+    def in_graph(make):
+        contender = make()
+        made.append(contender.name)
+        if contender.name == "torch":
+            raise RuntimeError("capture failed\nmore")
+        if contender.name == "math (torch)":
+            answer = contender.answer
+            contender.answer = lambda: spoiled(answer(), "nan")
+        return contender
+
+    monkeypatch.setattr(measure, "in_graph", in_graph)
+    setup = dataclasses.replace(CPU_SETUP, graphs=True)
+    row = sweep.measure_case(CHECKED["plain"], "forward", setup)
+    assert made == [figures.OURS, *peers.CPU_PEERS]
+    assert set(row["results"]) == {"back_to_back", "graph"}
+    assert set(row["results"]["back_to_back"]) == {figures.OURS, *peers.CPU_PEERS}
+    assert set(row["results"]["graph"]) == {figures.OURS}
+    assert row["absent"]["torch, in a CUDA graph"] == "capture failed"
+    assert row["absent"]["math (torch), in a CUDA graph"].startswith("wrong result, not timed")
+    assert row["wrong"] == ["math (torch)"]
+    run = {"kind": "run", "cpu": "x"}
+    row["results"]["back_to_back"] = {
+        "pantile": {"ms": 3.0, "tflops": 1.0},
+        "torch": {"ms": 6.0, "tflops": 0.5},
+    }
+    row["results"]["graph"] = {
+        "pantile": {"ms": 2.0, "tflops": 1.5},
+        "torch": {"ms": 3.0, "tflops": 1.0},
+    }
+    command._table([run, row, *figures.summarise([row])])
+    output = capsys.readouterr().out.splitlines()
+    eager, replayed = [line.split() for line in output[2:4]]
+    assert eager == ["plain", "forward", "3.000", "1000", "6.000", "500", "2.00x", "torch"]
+    words = ["plain", "forward,", "CUDA", "graph", "2.000", "1500", "3.000", "1000", "1.50x"]
+    assert replayed == [*words, "torch"]
+    states = {line.split(":")[0] for line in output if "geometric mean" in line}
+    assert states == {"forward, float32, back to back", "forward, float32, CUDA graph"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", check.NAMES)
+def test_replays_of_ours_are_right(what):
+    setup = sweep.Setup("cuda", "auto", "bfloat16", (), rounds=1, round_ms=1.0, graphs=True)
+    row = sweep.measure_case(cases.Case("small", 2, 4, 4, 64, 256, True), what, setup)
+    assert row["wrong"] == []
+    assert set(row["results"]["graph"]) == {figures.OURS}, row["absent"]
 
 
 def test_percentiles_of_few_figures():

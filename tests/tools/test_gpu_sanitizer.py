@@ -236,13 +236,13 @@ def test_results_of_one_build_add_up(tmp_path, monkeypatch):
     def tools() -> list:
         return [(x["tool"], x["ok"]) for x in json.loads(path.read_text())["results"]]
 
-    gpu_sanitizer.record([{"tool": "memcheck", "what": "a", "ok": False}])
-    gpu_sanitizer.record([{"tool": "racecheck", "what": "a", "ok": True}])
+    gpu_sanitizer.record([{"tool": "memcheck", "what": "a", "ok": False}], gpu_sanitizer.RECORD)
+    gpu_sanitizer.record([{"tool": "racecheck", "what": "a", "ok": True}], gpu_sanitizer.RECORD)
     assert tools() == [("memcheck", False), ("racecheck", True)]
-    gpu_sanitizer.record([{"tool": "memcheck", "what": "a", "ok": True}])
+    gpu_sanitizer.record([{"tool": "memcheck", "what": "a", "ok": True}], gpu_sanitizer.RECORD)
     assert tools() == [("racecheck", True), ("memcheck", True)]
     facts["library"] = "y"
-    gpu_sanitizer.record([{"tool": "synccheck", "what": "a", "ok": True}])
+    gpu_sanitizer.record([{"tool": "synccheck", "what": "a", "ok": True}], gpu_sanitizer.RECORD)
     assert tools() == [("synccheck", True)]
 
 

@@ -58,6 +58,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     flag("--no-special", "only the grid of the suite")
     flag("--only-special", "only its special cases: GQA, window, packed, odd head dims")
     flag("--flushed", "on a GPU: time with a flushed L2 as well")
+    flag("--graphs", "on a GPU: time replays of a captured call as well, each beside its eager row")
     flag("--deterministic", "time our deterministic backward as well")
     flag("--softmax", "time every softmax of the Ampere forward as well")
     add("--rounds", "figures that a median is of (default: 5)", type=int, default=5)
@@ -151,6 +152,7 @@ def setups_of(given: dict, device: str) -> list:
         "rounds": given["rounds"],
         "round_ms": given["round_ms"],
         "flushed": given["flushed"] and device == "cuda",
+        "graphs": given["graphs"],
         "deterministic": given["deterministic"],
         "softmax": given["softmax"],
     }
@@ -256,6 +258,8 @@ def bench(arguments: argparse.Namespace, judge: Callable[[dict, dict], None] | N
         _refuse_numbers(given)
         device = _device(given.get("device", "auto"))
         _refuse_backend(given.get("backend", "auto"), device)
+        if given["graphs"] and device != "cuda":
+            raise ValueError(f"--graphs captures CUDA graphs; the device is {device}")
         chosen = _chosen(given, device)
         passes = _words("--passes", given.get("passes", "forward,backward"), PASSES)
         setups = setups_of(given, device)

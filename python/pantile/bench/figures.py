@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterable
 
 OURS = "pantile"  # our variants are named "pantile, ...": they are no peers
-STATES = {"back_to_back": "back to back", "flushed": "flushed L2"}
+STATES = {"back_to_back": "back to back", "flushed": "flushed L2", "graph": "CUDA graph"}
 
 
 def read(path: pathlib.Path) -> list[dict]:

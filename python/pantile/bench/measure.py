@@ -61,6 +61,44 @@ def on_cpu(
     return Contender(name, repeat(call), wall=True, wait=drained, answer=answer)
 
 
+def captured(calls: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of the calls, which have run on the stream once before."""
+    with torch.cuda.stream(stream):
+        calls()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        calls()
+    return graph
+
+
+def in_graph(make: Callable[[], Contender | str]) -> Contender | str:
+    """Replays of a graph of one call of the contender that ``make`` gives, or why there is none.
+    It is made on the stream of the graph: autograd runs a backward on the stream of its forward.
+    The answer is what a replay writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        made = make()
+    if isinstance(made, str):
+        return made
+    if made.wall or made.answer is None:
+        return "its calls are not on a stream that torch captures"
+    answer = made.answer
+    kept: list[tuple] = []
+
+    def call() -> None:
+        kept[:] = [answer()]
+
+    graph = captured(call, stream)
+
+    def replayed() -> tuple:
+        graph.replay()
+        return kept[0]
+
+    return Contender(made.name, repeat(graph.replay), answer=replayed)
+
+
 def _timed(contender: Contender, calls: int) -> Callable[[], float]:
     """Runs calls; what tells the milliseconds of one, when all work is done."""
     if contender.wall:

@@ -80,21 +80,25 @@ def heads_second(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2)
 
 
-def differentiable(name: str, problem: Problem, forward, leaves, layout=None) -> Contender:
-    """Times `forward()` without a graph, its backward with one that is kept, or both together.
-    ``layout`` brings tensors into the layout of the problem and back."""
-    layout = layout or (lambda x: x)
-    grad_o = layout(problem.grad_o)
-    o = forward() if problem.what == "backward" else None
+def pass_of(what: str, forward, leaves, grad_o) -> Callable[[], tuple]:
+    """`forward()` without a graph, its backward with one that is kept, or both together."""
+    o = forward() if what == "backward" else None
 
     def call() -> tuple:
-        if problem.what == "forward":
+        if what == "forward":
             with torch.no_grad():
                 return (forward(),)
         if o is None:
             return torch.autograd.grad(forward(), leaves, grad_o)
         return torch.autograd.grad(o, leaves, grad_o, retain_graph=True)
 
+    return call
+
+
+def differentiable(name: str, problem: Problem, forward, leaves, layout=None) -> Contender:
+    """Times a pass. ``layout`` brings tensors into the layout of the problem and back."""
+    layout = layout or (lambda x: x)
+    call = pass_of(problem.what, forward, leaves, layout(problem.grad_o))
     call()
     return contender(name, problem, call, lambda: tuple(layout(x) for x in call()))
 
@@ -146,7 +150,7 @@ def torch_sdpa(name: str, backend: SDPBackend | None, problem: Problem) -> Conte
 
 
 @functools.cache
-def _compiled_flex():
+def compiled_flex():
     from torch.nn.attention import flex_attention
 
     return torch.compile(flex_attention.flex_attention, dynamic=False), flex_attention
@@ -168,7 +172,7 @@ def flex(name: str, problem: Problem) -> Contender | str:
         return seen if left is None else seen & (key >= row - left)
 
     try:
-        attend, module = _compiled_flex()
+        attend, module = compiled_flex()
         torch._dynamo.reset()  # one graph a case, or the limit of recompilations ends in eager mode
         mask = None
         if case.causal or left is not None:

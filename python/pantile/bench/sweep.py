@@ -7,7 +7,9 @@ and a "summary" for each pass and cache state.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ class Setup:
     rounds: int = 5
     round_ms: float = 12.0
     flushed: bool = False
+    graphs: bool = False  # time replays of a captured call as well
     deterministic: bool = False  # time our deterministic backward as well
     softmax: bool = False  # time every softmax of the Ampere forward as well
 
@@ -150,37 +153,71 @@ def _figures(contender: Contender, flops: float) -> dict:
     }
 
 
+Makers = dict[str, Callable[[], "Contender | str"]]
+
+
+def makers_of(problem: Problem, setup: Setup) -> Makers:
+    known = peers.of_device(setup.device)
+    names = (OURS, *variants(problem.what, setup))
+    mine: Makers = {name: partial(ours, problem, setup.backend, name) for name in names}
+    return mine | {name: partial(known[name], name, problem) for name in setup.peers}
+
+
+def _captured(make: Callable[[], Contender | str]) -> Contender | str:
+    try:
+        return measure.in_graph(make)
+    except Exception as error:  # each library raises a type of its own
+        return peers.first_line(error)
+
+
 def measure_case(case: Case, what: str, setup: Setup) -> dict:
     """One line of the results file: every contender's milliseconds and TFLOP/s."""
     problem = make_problem(case, what, setup)
-    known = peers.of_device(setup.device)
-    candidates: dict[str, Contender | str] = {
-        name: ours(problem, setup.backend, name) for name in (OURS, *variants(what, setup))
-    }
-    for name in setup.peers:
-        candidates[name] = known[name](name, problem)
     judge = check.Judge(problem)
-    wrong = {}
-    for name, candidate in candidates.items():
-        if isinstance(candidate, Contender) and (reason := judge.wrong(candidate)):
-            wrong[name] = candidates[name] = reason
-    running = [c for c in candidates.values() if isinstance(c, Contender)]
-    row = {
+    absent: dict[str, str] = {}
+    wrong: dict[str, None] = {}
+
+    def judged(makers: Makers, suffix: str = "") -> list[Contender]:
+        """Those that can be made and are right."""
+        found = []
+        for name, make in makers.items():
+            made = make()
+            if isinstance(made, Contender):
+                reason = judge.wrong(made)
+                if not reason:
+                    found.append(made)
+                    continue
+                wrong[name] = None
+                made = reason
+            absent[name + suffix] = made
+        return found
+
+    makers = makers_of(problem, setup)
+    running = judged(makers)
+    results: dict[str, dict] = {}
+
+    def timed(state: str, contenders: list[Contender]) -> None:
+        flushed, rounds = state == "flushed", setup.rounds
+        measure.interleave(contenders, rounds=rounds, round_ms=setup.round_ms, flushed=flushed)
+        results[state] = {c.name: _figures(c, case.flops(what)) for c in contenders}
+
+    timed("back_to_back", running)
+    if setup.flushed:
+        timed("flushed", running)
+    if setup.graphs:
+        eager: Makers = {c.name: partial(_captured, makers[c.name]) for c in running}
+        timed("graph", judged(eager, ", in a CUDA graph"))
+    return {
         "kind": "timing",
         "case": case.name,
         "pass": what,
         "dtype": setup.dtype,
         "float32_precision": torch.get_float32_matmul_precision(),
         **{k: v for k, v in asdict(case).items() if k not in ("name", "lengths")},
-        "absent": {n: c for n, c in candidates.items() if isinstance(c, str)},
+        "absent": absent,
         "wrong": list(wrong),
-        "results": {},
+        "results": results,
     }
-    for flushed in (False, True) if setup.flushed else (False,):
-        measure.interleave(running, rounds=setup.rounds, round_ms=setup.round_ms, flushed=flushed)
-        key = "flushed" if flushed else "back_to_back"
-        row["results"][key] = {c.name: _figures(c, case.flops(what)) for c in running}
-    return row
 
 
 # ---- results files
