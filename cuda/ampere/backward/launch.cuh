@@ -5,6 +5,8 @@
 //   - sum_sink_gradients (where wanted) gradients of the sinks
 //   3 backward_kernel    dK, dV, the sums of dQ
 //   4 finish_rows        dQ
+//   - sum_slopes, sum_bias (where wanted) gradients of ALiBi's slopes; of a shared bias, if
+//                        deterministic
 //
 // on one stream. Nothing waits for the GPU or allocates, and all that changes from call to call is
 // passed by value, so that a CUDA graph can capture it.
@@ -22,6 +24,7 @@
 #include "ampere/order.h"
 #include "ampere/row_kernels.h"
 #include "ampere/variant.h"
+#include "common/bias.h"
 #include "common/expressions.h"
 #include "core/softmax_state.h"
 #include "driver.h"
@@ -73,6 +76,9 @@ class BackwardCall {
     if (status.ok()) {
       status = clear_captured();
     }
+    if (status.ok()) {
+      status = clear_bias_gradient();
+    }
     if (status.ok() && problem_.wants_grad_sinks) {
       status = launch_sum_sink_gradients<Config::kTileQ>(
           launch_of(static_cast<int>(forward_.heads_q), kSinkThreads), sink_params());
@@ -90,7 +96,7 @@ class BackwardCall {
     if (status.ok() && problem_.wants_grad_alibi) {
       status = sum_slopes(Config::kTileK, Config::kThreads / 32);
     }
-    return status;
+    return status.ok() ? sum_bias_parts() : status;
   }
 
  private:
@@ -130,6 +136,31 @@ class BackwardCall {
       }
     }
     return status;
+  }
+
+  // Where the main kernel leaves the gradient of the bias.
+  float* bias_gradient() const {
+    return common::has_bias_parts(problem_) ? at<float>(offsets_.bias_parts)
+                                            : tensors_.variant.bias;
+  }
+
+  // The main kernel adds to it, or leaves out what has no rows.
+  Status clear_bias_gradient() const {
+    const std::size_t bytes = problem_.wants_grad_bias ? common::grad_bias_bytes(problem_) : 0;
+    return bytes == 0 ? Status()
+                      : cuda::check(cudaMemsetAsync(bias_gradient(), 0, bytes, stream_),
+                                    "cudaMemsetAsync");
+  }
+
+  Status sum_bias_parts() const {
+    if (!common::has_bias_parts(problem_)) {
+      return Status();
+    }
+    const common::BiasParams params =
+        common::bias_params(problem_, bias_gradient(), tensors_.variant.bias);
+    const int blocks = params.blocks();
+    return blocks == 0 ? Status()
+                       : launch_sum_bias(launch_of(blocks, common::kBiasThreads), params);
   }
 
   int group() const { return static_cast<int>(forward_.heads_q / forward_.heads_k); }
@@ -266,13 +297,24 @@ class BackwardCall {
   Status run_main(bool repeats) const {
     static cuda::PreparedDevices prepared{0};
     constexpr int kBytes = static_cast<int>(sizeof(BackwardStorage<Config>));
-    if (variant_hooks(forward_).any()) {
-      return run_variant(Config::kThreads, kBytes, repeats);
+    const VariantHooks hooks = variant_hooks(problem_);
+    if (hooks.any()) {
+      return run_variant(Config::kThreads, kBytes + bias_bytes(hooks), repeats);
     }
     return cuda::launch(
         "ampere backward",
         ampere::launch_of(plan_, plan_.blocks, Config::kThreads, kBytes, stream_, &prepared),
         backward_kernel<Config, kDType, kMask>, main_params(repeats));
+  }
+
+  // Of the tile of a bias that the kernel copies.
+  int bias_bytes(const VariantHooks& hooks) const {
+    const KernelInfo& row = *plan_.kernel;
+    const SharedClass shared = shared_class(plan_.device.smem_optin_bytes);
+    const BackwardTile tile = backward_tile(row.head_dim, shared);
+    return copies_bias(hooks, tile, row.head_dim, row.head_dim_v, shared)
+               ? bias_tile_bytes(tile.tile_q, tile.tile_k)
+               : 0;
   }
 
   // With hooks: a kernel that is compiled at run time, for the same tile.
@@ -286,6 +328,9 @@ class BackwardCall {
     attn::VariantParams variant = backward_variant_params(forward_, tensors_.forward.variant);
     variant.grad_alibi_parts = at<float>(offsets_.slope_parts);
     variant.key_tile_count = offsets_.key_tiles;
+    if (problem_.wants_grad_bias) {
+      common::add_bias_gradient(problem_, bias_gradient(), &variant);
+    }
     for (int i = 0; i < kMaxCaptured && problem_.wants_grad_captured != 0; ++i) {
       variant.grad_captured[i] = tensors_.variant.captured[i];
     }

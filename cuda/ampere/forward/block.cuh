@@ -27,7 +27,7 @@ namespace pantile::ampere {
 template <class Config, DType kDType, MaskKind kMask, class Variant>
 class ForwardBlock : VariantRows<Config, Variant> {
  public:
-  using Storage = SummedStorage<Config>;
+  using Storage = BiasedStorage<Config, Variant::kBiasBytes>;
 
  private:
   using QRows = tile::SwizzledRows<Config::kHeadDim>;
@@ -83,7 +83,9 @@ class ForwardBlock : VariantRows<Config, Variant> {
     }
     softmax.clear(kIsPlain ? params.scale : variant_params.unit);
     if constexpr (!kIsPlain) {
-      this->begin(variant_params, work.sequence.batch, work.head, keys.lane_row(), keys.mask());
+      this->begin(variant_params, work.sequence.batch, work.head, keys.lane_row(), keys.mask(),
+                  bias_piece());
+      fetch_bias(work, keys.tiles().visit.end - 1);  // committed with the first keys
     }
     if constexpr (Variant::kMasks) {
       static_assert(kPartlySeen);
@@ -113,10 +115,16 @@ class ForwardBlock : VariantRows<Config, Variant> {
     softmax.raise_references(s, params_.references, storage_.earlier_sums);
   }
 
-  // Of the scores of key tile n, before its mask.
+  // Of the scores of key tile n, before its mask. The bias of the next tile takes the place of this
+  // one's, which only the warp itself reads.
   PANTILE_DEVICE void change_scores(Scores& s, int n) {
     if constexpr (Variant::kScores) {
       this->score(n, s, softmax.base);
+    }
+    if constexpr (Variant::kBiasBytes > 0) {
+      __syncwarp();
+      fetch_bias(storage_.work, n - 1);
+      prim::commit_copies();
     }
   }
 
@@ -140,6 +148,15 @@ class ForwardBlock : VariantRows<Config, Variant> {
   template <bool kMaybeRagged>
   PANTILE_DEVICE void fetch_values(int n, int stage) {
     keys.template fetch_values<kMaybeRagged>(n, storage_.stages[stage].v);
+  }
+
+  // Of key tile n, if it is one of those to visit. It has landed where its K has.
+  PANTILE_DEVICE void fetch_bias(const ForwardWork& work, int n) const {
+    if constexpr (Variant::kBiasBytes > 0) {
+      if (n >= keys.tiles().visit.begin) {
+        VariantRows<Config, Variant>::fetch_bias(work, keys.mask(), n * kTileK, bias_piece());
+      }
+    }
   }
 
   // The barrier behind the fetch of Q and the first K.
@@ -206,6 +223,14 @@ class ForwardBlock : VariantRows<Config, Variant> {
         }
       }
     }
+  }
+
+  // Of the warp, where there is one.
+  PANTILE_DEVICE std::uint32_t bias_piece() const {
+    if constexpr (Variant::kBiasBytes > 0) {
+      return prim::shared_address(storage_.bias[prim::fresh_thread_index() / 32]);
+    }
+    return 0;
   }
 
   // ---- products

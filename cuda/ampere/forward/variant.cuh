@@ -9,7 +9,9 @@
 
 #include <cstdint>
 
+#include "ampere/bias.cuh"
 #include "ampere/forward/params.cuh"
+#include "ampere/storage.cuh"
 #include "attn/dropout.cuh"
 #include "attn/variant.cuh"
 #include "pantile/registry.h"
@@ -28,6 +30,7 @@ struct ForwardVariant {
   static constexpr bool kMasks = Scoring::kMasks;  // hides pairs: no tile is visible as a whole
   static constexpr bool kDrops = Dropping::kDrops;
   static constexpr bool kAny = kScores || kDrops;
+  static constexpr int kBiasBytes = Scoring::kSharedBytes;  // of 16 rows (ampere/bias.cuh), or 0
   static_assert(!Scoring::kDrops && !Dropping::kAdds);
 };
 
@@ -75,16 +78,18 @@ class VariantRows<Config, Variant, true> {
   static constexpr int kKeyTiles = Config::kTileK / 8;
 
  protected:
-  // `row`: of the lane's accumulators 0 and 1 of row tile 0, in its sequence.
+  // `row`: of the lane's accumulators 0 and 1 of row tile 0, in its sequence. `bias`: the warp's
+  // piece of a tile of the bias.
   template <class AnyMask>
   PANTILE_DEVICE void begin(const attn::VariantParams& params, int batch, int head, int row,
-                            const AnyMask& mask) {
+                            const AnyMask& mask, std::uint32_t bias) {
     params_ = &params;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const int first = row + 16 * m;
-      const attn::FragmentPlace place{batch,     head,     first, first + mask.shift(),
-                                      mask.rows, mask.keys};
+      const attn::FragmentPlace place{
+          batch,     head,      first, first + mask.shift(),
+          mask.rows, mask.keys, bias + static_cast<std::uint32_t>(m * Variant::kBiasBytes)};
       scoring_[m].begin(params, place);
       dropping_[m].begin(params, place);
     }
@@ -112,6 +117,17 @@ class VariantRows<Config, Variant, true> {
         base[m][1] = logits.base[1];
       }
     }
+  }
+
+  // Starts the copies of the warp's piece of the bias of the keys from `key` on.
+  template <class AnyMask>
+  PANTILE_DEVICE void fetch_bias(const ForwardWork& work, const AnyMask& mask, int key,
+                                 std::uint32_t to) const {
+    using Piece = core::BiasPiece<Config::kWarpRows, Config::kTileK>;
+    static_assert(Piece::kBytes == kRowTiles * Variant::kBiasBytes);
+    const int row = work.row0 + prim::fresh_thread_index() / 32 * Config::kWarpRows;
+    copy_bias<Piece>(
+        *params_, BiasPlace{work.sequence.batch, work.head, row, key, mask.rows, mask.keys}, to);
   }
 
   // Whether its masks show a pair.
