@@ -16,9 +16,9 @@ struct BiasPiece {
   static constexpr int kKeys = kKeysOf;
   static constexpr int kRowBytes = kKeys * 2;
   static constexpr int kBytes = kRows * kRowBytes;
-  static constexpr int kChunks = kKeys / 8;              // a row
-  static constexpr int kCopyRows = 32 / kChunks;         // rows that the lanes copy at once
-  static constexpr int kCopies = kRows * kChunks / 32;   // a lane
+  static constexpr int kChunks = kKeys / 8;             // a row
+  static constexpr int kCopyRows = 32 / kChunks;        // rows that the lanes copy at once
+  static constexpr int kCopies = kRows * kChunks / 32;  // a lane
   static_assert(kKeys == 32 || kKeys == 64, "a row is half a line of shared memory or all of it");
   static_assert(kRows % 16 == 0);
 

@@ -170,10 +170,10 @@ constexpr bool has_bias_place(int blocks_per_sm, int bytes, SharedClass shared) 
 // `shared` is that of the GPU; the tile may be one for less.
 constexpr bool has_bias_tile(const ForwardTile& tile, int head_dim, int head_dim_v,
                              SharedClass shared) {
-  return has_bias_place(tile.blocks_per_sm,
-                        forward_shared_bytes(tile, head_dim, head_dim_v) +
-                            bias_tile_bytes(tile.tile_q, tile.tile_k),
-                        shared);
+  return has_bias_place(
+      tile.blocks_per_sm,
+      forward_shared_bytes(tile, head_dim, head_dim_v) + bias_tile_bytes(tile.tile_q, tile.tile_k),
+      shared);
 }
 
 // When dQ += dS K of a step of rows is computed: within it, behind a barrier of its own, or within
@@ -212,11 +212,10 @@ constexpr int backward_shared_bytes(const BackwardTile& tile, int head_dim, int 
 // The same for the backward. A warp has one piece of a tile: passes take several.
 constexpr bool has_bias_tile(const BackwardTile& tile, int head_dim, int head_dim_v,
                              SharedClass shared) {
-  return tile.passes == 1 &&
-         has_bias_place(tile.blocks_per_sm,
-                        backward_shared_bytes(tile, head_dim, head_dim_v) +
-                            bias_tile_bytes(tile.tile_q, tile.tile_k),
-                        shared);
+  return tile.passes == 1 && has_bias_place(tile.blocks_per_sm,
+                                            backward_shared_bytes(tile, head_dim, head_dim_v) +
+                                                bias_tile_bytes(tile.tile_q, tile.tile_k),
+                                            shared);
 }
 
 // Where warps have their own keys, dQ comes last in a step: its additions to global memory run

@@ -317,8 +317,8 @@ jit::Request backward_request(const BackwardPlan& plan) {
   const KernelInfo& row = *plan.kernel;
   const VariantHooks hooks = variant_hooks(plan.problem);
   const SharedClass shared = shared_class(plan.device.smem_optin_bytes);
-  const bool copied = copies_bias(hooks, backward_tile(row.head_dim, shared), row.head_dim,
-                                  row.head_dim_v, shared);
+  const bool copied =
+      copies_bias(hooks, backward_tile(row.head_dim, shared), row.head_dim, row.head_dim_v, shared);
   const bool gradient = plan.problem.wants_grad_alibi;
   const bool behind = hooks.alibi && mask_kind(plan.problem.forward) != MaskKind::causal;
   const std::string text =
@@ -335,7 +335,8 @@ jit::Request backward_request(const BackwardPlan& plan) {
       ";\n  hooks.dropout = " + text_of(hooks.dropout) +
       ";\n  hooks.grad_alibi = " + text_of(gradient) + ";\n" +
       expression_hooks(hooks, plan.problem.wants_grad_captured != 0) +
-      bias_hooks(row, hooks, copied) + "  hooks.stored_forms = " + std::to_string(hooks.mask_forms) +
+      bias_hooks(row, hooks, copied) +
+      "  hooks.stored_forms = " + std::to_string(hooks.mask_forms) +
       ";\n  hooks.stored_clauses = " + text_of(hooks.mask_clauses) + ";\n  return hooks;\n}\n}\n";
   jit::Request request =
       request_of(row, hooks, "variant_backward_kernel", text, "hooks()", plan.device);
@@ -373,8 +374,12 @@ Status VariantKernels::find(const ForwardPlan& plan, void* stream, const jit::Ke
   const VariantHooks hooks = variant_hooks(plan.problem);
   const int index = index_of(hooks, shared_class(plan.device.smem_optin_bytes),
                              sums_on_tensor(plan), has_long_rows(plan), plan.device);
-  const Place place{index, static_cast<std::int64_t>(hooks.score),
-                    static_cast<std::int64_t>(hooks.mask), mask_number(hooks), 0, bias_number(hooks)};
+  const Place place{index,
+                    static_cast<std::int64_t>(hooks.score),
+                    static_cast<std::int64_t>(hooks.mask),
+                    mask_number(hooks),
+                    0,
+                    bias_number(hooks)};
   return find_at(place, plan, forward_request, stream, kernel);
 }
 
@@ -384,8 +389,10 @@ Status VariantKernels::find(const BackwardPlan& plan, void* stream, const jit::K
   const int index = index_of(hooks, shared_class(plan.device.smem_optin_bytes),
                              mask_kind(plan.problem.forward) == MaskKind::causal,
                              plan.problem.wants_grad_alibi, plan.device);
-  const Place place{index, static_cast<std::int64_t>(hooks.score),
-                    static_cast<std::int64_t>(hooks.mask), mask_number(hooks),
+  const Place place{index,
+                    static_cast<std::int64_t>(hooks.score),
+                    static_cast<std::int64_t>(hooks.mask),
+                    mask_number(hooks),
                     static_cast<std::int64_t>(plan.problem.wants_grad_captured),
                     bias_number(hooks)};
   return find_at(place, plan, backward_request, stream, kernel);

@@ -1,6 +1,6 @@
 // Host half of variants (pantile/variant.h) on this family. Softcap, ALiBi, bias, dropout and
-// expressions are hooks of a kernel (attn/variant.cuh), which is compiled at run time with the hooks that a
-// problem asks for; sinks are in every kernel. No CUDA headers.
+// expressions are hooks of a kernel (attn/variant.cuh), which is compiled at run time with the
+// hooks that a problem asks for; sinks are in every kernel. No CUDA headers.
 #pragma once
 
 #include <array>

@@ -47,8 +47,8 @@ struct BiasParams {
     return pairs * (sums_heads ? 1 : heads) * (sums_batch ? 1 : batch);
   }
   PANTILE_HD int blocks() const {
-    return static_cast<int>(core::min_of<std::int64_t>(
-        core::ceil_div<std::int64_t>(elements(), kBiasThreads), 65535));
+    return static_cast<int>(
+        core::min_of<std::int64_t>(core::ceil_div<std::int64_t>(elements(), kBiasThreads), 65535));
   }
 };
 

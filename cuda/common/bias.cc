@@ -72,8 +72,8 @@ std::size_t grad_bias_bytes(const BackwardProblem& problem) {
 }
 
 Status bias_gradient_rule(const BackwardProblem& problem) {
-  if (problem.wants_grad_bias && problem.deterministic &&
-      problem.forward.variant.bias.query == 0 && problem.forward.seqlen_q > 1) {
+  if (problem.wants_grad_bias && problem.deterministic && problem.forward.variant.bias.query == 0 &&
+      problem.forward.seqlen_q > 1) {
     return Status::error(StatusCode::unsupported,
                          "deterministic is true, and the bias is shared by queries: this kernel "
                          "adds its gradient in any order");

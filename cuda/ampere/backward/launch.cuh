@@ -74,10 +74,7 @@ class BackwardCall {
                            "cudaMemsetAsync");
     }
     if (status.ok()) {
-      status = clear_captured();
-    }
-    if (status.ok()) {
-      status = clear_bias_gradient();
+      status = clear_gradients();
     }
     if (status.ok() && problem_.wants_grad_sinks) {
       status = launch_sum_sink_gradients<Config::kTileQ>(
@@ -122,10 +119,14 @@ class BackwardCall {
            !common::has_raw_score(forward_.variant);
   }
 
-  // Zeros where the main kernel adds.
-  Status clear_captured() const {
+  // Zeros where the main kernel adds, or leaves out what has no rows.
+  Status clear_gradients() const {
     const CapturedTensor* const captured = tensors_.forward.variant.score_captured;
+    const std::size_t bias = problem_.wants_grad_bias ? common::grad_bias_bytes(problem_) : 0;
     Status status;
+    if (bias > 0) {
+      status = cuda::check(cudaMemsetAsync(bias_gradient(), 0, bias, stream_), "cudaMemsetAsync");
+    }
     for (int i = 0; i < kMaxCaptured && status.ok(); ++i) {
       const auto bytes = (problem_.wants_grad_captured >> i & 1u) != 0
                              ? static_cast<std::size_t>(captured_elements(captured[i])) * 4
@@ -142,14 +143,6 @@ class BackwardCall {
   float* bias_gradient() const {
     return common::has_bias_parts(problem_) ? at<float>(offsets_.bias_parts)
                                             : tensors_.variant.bias;
-  }
-
-  // The main kernel adds to it, or leaves out what has no rows.
-  Status clear_bias_gradient() const {
-    const std::size_t bytes = problem_.wants_grad_bias ? common::grad_bias_bytes(problem_) : 0;
-    return bytes == 0 ? Status()
-                      : cuda::check(cudaMemsetAsync(bias_gradient(), 0, bytes, stream_),
-                                    "cudaMemsetAsync");
   }
 
   Status sum_bias_parts() const {

@@ -84,8 +84,8 @@ class ForwardBlock : VariantRows<Config, Variant> {
     softmax.clear(kIsPlain ? params.scale : variant_params.unit);
     if constexpr (!kIsPlain) {
       this->begin(variant_params, work.sequence.batch, work.head, keys.lane_row(), keys.mask(),
-                  bias_piece());
-      fetch_bias(work, keys.tiles().visit.end - 1);  // committed with the first keys
+                  this->bias_piece(storage));
+      this->fetch_bias(storage, work, keys, keys.tiles().visit.end - 1);  // with the first K
     }
     if constexpr (Variant::kMasks) {
       static_assert(kPartlySeen);
@@ -115,16 +115,11 @@ class ForwardBlock : VariantRows<Config, Variant> {
     softmax.raise_references(s, params_.references, storage_.earlier_sums);
   }
 
-  // Of the scores of key tile n, before its mask. The bias of the next tile takes the place of this
-  // one's, which only the warp itself reads.
+  // Of the scores of key tile n, before its mask.
   PANTILE_DEVICE void change_scores(Scores& s, int n) {
     if constexpr (Variant::kScores) {
       this->score(n, s, softmax.base);
-    }
-    if constexpr (Variant::kBiasBytes > 0) {
-      __syncwarp();
-      fetch_bias(storage_.work, n - 1);
-      prim::commit_copies();
+      this->fetch_next_bias(storage_, keys, n - 1);
     }
   }
 
@@ -148,15 +143,6 @@ class ForwardBlock : VariantRows<Config, Variant> {
   template <bool kMaybeRagged>
   PANTILE_DEVICE void fetch_values(int n, int stage) {
     keys.template fetch_values<kMaybeRagged>(n, storage_.stages[stage].v);
-  }
-
-  // Of key tile n, if it is one of those to visit. It has landed where its K has.
-  PANTILE_DEVICE void fetch_bias(const ForwardWork& work, int n) const {
-    if constexpr (Variant::kBiasBytes > 0) {
-      if (n >= keys.tiles().visit.begin) {
-        VariantRows<Config, Variant>::fetch_bias(work, keys.mask(), n * kTileK, bias_piece());
-      }
-    }
   }
 
   // The barrier behind the fetch of Q and the first K.
@@ -223,14 +209,6 @@ class ForwardBlock : VariantRows<Config, Variant> {
         }
       }
     }
-  }
-
-  // Of the warp, where there is one.
-  PANTILE_DEVICE std::uint32_t bias_piece() const {
-    if constexpr (Variant::kBiasBytes > 0) {
-      return prim::shared_address(storage_.bias[prim::fresh_thread_index() / 32]);
-    }
-    return 0;
   }
 
   // ---- products

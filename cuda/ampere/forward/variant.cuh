@@ -87,9 +87,13 @@ class VariantRows<Config, Variant, true> {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const int first = row + 16 * m;
-      const attn::FragmentPlace place{
-          batch,     head,      first, first + mask.shift(),
-          mask.rows, mask.keys, bias + static_cast<std::uint32_t>(m * Variant::kBiasBytes)};
+      const attn::FragmentPlace place{batch,
+                                      head,
+                                      first,
+                                      first + mask.shift(),
+                                      mask.rows,
+                                      mask.keys,
+                                      bias + static_cast<std::uint32_t>(m * Variant::kBiasBytes)};
       scoring_[m].begin(params, place);
       dropping_[m].begin(params, place);
     }
@@ -119,15 +123,41 @@ class VariantRows<Config, Variant, true> {
     }
   }
 
-  // Starts the copies of the warp's piece of the bias of the keys from `key` on.
-  template <class AnyMask>
-  PANTILE_DEVICE void fetch_bias(const ForwardWork& work, const AnyMask& mask, int key,
-                                 std::uint32_t to) const {
-    using Piece = core::BiasPiece<Config::kWarpRows, Config::kTileK>;
-    static_assert(Piece::kBytes == kRowTiles * Variant::kBiasBytes);
-    const int row = work.row0 + prim::fresh_thread_index() / 32 * Config::kWarpRows;
-    copy_bias<Piece>(
-        *params_, BiasPlace{work.sequence.batch, work.head, row, key, mask.rows, mask.keys}, to);
+  // The warp's piece of a tile of a bias that is copied.
+  template <class Storage>
+  PANTILE_DEVICE static std::uint32_t bias_piece(const Storage& storage) {
+    if constexpr (Variant::kBiasBytes > 0) {
+      return prim::shared_address(storage.bias[prim::fresh_thread_index() / 32]);
+    }
+    return 0;
+  }
+
+  // Starts the copies of its part of key tile n, if that is one of those to visit. They land where
+  // those of the tile's K do: nothing else waits for them.
+  template <class Storage, class Keys>
+  PANTILE_DEVICE void fetch_bias(const Storage& storage, const ForwardWork& work, const Keys& keys,
+                                 int n) const {
+    if constexpr (Variant::kBiasBytes > 0) {
+      using Piece = core::BiasPiece<Config::kWarpRows, Config::kTileK>;
+      static_assert(Piece::kBytes == kRowTiles * Variant::kBiasBytes);
+      if (n >= keys.tiles().visit.begin) {
+        const int row = work.row0 + prim::fresh_thread_index() / 32 * Config::kWarpRows;
+        const auto& mask = keys.mask();
+        const BiasPlace at{work.sequence.batch, work.head, row,
+                           n * Config::kTileK,  mask.rows, mask.keys};
+        copy_bias<Piece>(*params_, at, bias_piece(storage));
+      }
+    }
+  }
+
+  // The next tile's takes the place of the one that score() has read, which no other warp does.
+  template <class Storage, class Keys>
+  PANTILE_DEVICE void fetch_next_bias(const Storage& storage, const Keys& keys, int n) const {
+    if constexpr (Variant::kBiasBytes > 0) {
+      __syncwarp();
+      fetch_bias(storage, storage.work, keys, n);
+      prim::commit_copies();
+    }
   }
 
   // Whether its masks show a pair.

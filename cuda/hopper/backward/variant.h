@@ -15,7 +15,7 @@ namespace pantile::hopper {
 inline float* bias_gradient(const BackwardProblem& problem, const BackwardTensors& tensors,
                             const BackwardWorkspace& workspace, std::uint8_t* memory) {
   return common::has_bias_parts(problem) ? reinterpret_cast<float*>(memory + workspace.bias_parts)
-                                 : tensors.variant.bias;
+                                         : tensors.variant.bias;
 }
 
 inline attn::VariantParams backward_variant_params(const BackwardProblem& problem,
@@ -51,7 +51,8 @@ inline Status clear_variant_gradients(const BackwardProblem& problem,
     status = clear(memory + workspace.slope_parts, tiles * kSlopeParts * sizeof(float));
   }
   if (status.ok() && problem.wants_grad_bias) {
-    status = clear(bias_gradient(problem, tensors, workspace, memory), common::grad_bias_bytes(problem));
+    status =
+        clear(bias_gradient(problem, tensors, workspace, memory), common::grad_bias_bytes(problem));
   }
   const CapturedTensor* captured = tensors.forward.variant.score_captured;
   for (int i = 0; i < kMaxCaptured && status.ok(); ++i) {

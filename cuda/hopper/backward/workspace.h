@@ -34,7 +34,8 @@ struct BackwardWorkspace {
   // main kernel starts.
   std::int64_t key_tile_count;
   std::size_t slope_parts;
-  std::size_t bias_parts;  // with common::has_bias_parts(): float [batch][heads_q][seqlen_q][seqlen_k]
+  std::size_t
+      bias_parts;  // with common::has_bias_parts(): float [batch][heads_q][seqlen_q][seqlen_k]
   std::size_t bytes;
 };
 
