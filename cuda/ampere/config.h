@@ -218,6 +218,17 @@ constexpr bool has_bias_tile(const BackwardTile& tile, int head_dim, int head_di
                                             shared);
 }
 
+// The tile of a backward that copies its bias: with one stage of Q and dO where two leave no place.
+// Their copies then run under dQ only.
+constexpr BackwardTile with_bias_tile(BackwardTile tile, int head_dim, int head_dim_v,
+                                      SharedClass shared) {
+  const bool can_have_one = tile.grad_queries == GradQueries::own_step;
+  if (can_have_one && !has_bias_tile(tile, head_dim, head_dim_v, shared)) {
+    tile.stages = 1;
+  }
+  return tile;
+}
+
 // Where warps have their own keys, dQ comes last in a step: its additions to global memory run
 // under the next scores. Eight column shares of 256 columns, and two blocks of 96, like it first.
 // Measured on an H200 against dQ in its own step: 1.02 to 1.05x.

@@ -317,8 +317,11 @@ jit::Request backward_request(const BackwardPlan& plan) {
   const KernelInfo& row = *plan.kernel;
   const VariantHooks hooks = variant_hooks(plan.problem);
   const SharedClass shared = shared_class(plan.device.smem_optin_bytes);
-  const bool copied =
-      copies_bias(hooks, backward_tile(row.head_dim, shared), row.head_dim, row.head_dim_v, shared);
+  const BackwardTile tile =
+      with_bias_tile(backward_tile(row.head_dim, shared), row.head_dim, row.head_dim_v, shared);
+  const bool copied = copies_bias(hooks, tile, row.head_dim, row.head_dim_v, shared);
+  const std::string tile_text =
+      "backward_tile(" + std::to_string(row.head_dim) + ", " + text_of(shared) + ")";
   const bool gradient = plan.problem.wants_grad_alibi;
   const bool behind = hooks.alibi && mask_kind(plan.problem.forward) != MaskKind::causal;
   const std::string text =
@@ -327,8 +330,10 @@ jit::Request backward_request(const BackwardPlan& plan) {
                                    plan.problem.wants_grad_captured) +
       "namespace pantile::ampere {\n"
       "using Config = BackwardConfig<" +
-      dims_of(row) + ", backward_tile(" + std::to_string(row.head_dim) + ", " + text_of(shared) +
-      ")>;\nconstexpr attn::GradHooks hooks() {\n  attn::GradHooks hooks;\n  hooks.softcap = " +
+      dims_of(row) + ", " +
+      (copied ? "with_bias_tile(" + tile_text + ", " + dims_of(row) + ", " + text_of(shared) + ")"
+              : tile_text) +
+      ">;\nconstexpr attn::GradHooks hooks() {\n  attn::GradHooks hooks;\n  hooks.softcap = " +
       text_of(hooks.softcap) +
       ";\n  hooks.exact = " + text_of(hooks.softcap && needs_exact_softcap(row.dtype)) +
       ";\n  hooks.alibi = " + text_of(hooks.alibi) + ";\n  hooks.behind = " + text_of(behind) +

@@ -208,12 +208,15 @@ TEST(AmpereVariant, CopiedTilesOfABiasFitWithoutFewerBlocks) {
   EXPECT_FALSE(forward(128, SharedClass::small, SharedClass::small));
   for (const SharedClass shared : {SharedClass::small, SharedClass::medium, SharedClass::large}) {
     const auto backward = [shared](int head_dim) {
-      return ampere::has_bias_tile(ampere::backward_tile(head_dim, shared), head_dim, head_dim,
-                                   shared);
+      const ampere::BackwardTile tile = ampere::with_bias_tile(
+          ampere::backward_tile(head_dim, shared), head_dim, head_dim, shared);
+      return ampere::has_bias_tile(tile, head_dim, head_dim, shared);
     };
     EXPECT_TRUE(backward(128));
     EXPECT_FALSE(backward(64));
-    const ampere::BackwardTile tile = ampere::backward_tile(128, shared);
+    const ampere::BackwardTile plain = ampere::backward_tile(128, shared);
+    const ampere::BackwardTile tile = ampere::with_bias_tile(plain, 128, 128, shared);
+    EXPECT_EQ(tile.stages, shared == SharedClass::medium ? 1 : plain.stages);
     const int bytes = ampere::backward_shared_bytes(tile, 128, 128) +
                       ampere::bias_tile_bytes(tile.tile_q, tile.tile_k);
     EXPECT_LE(tile.blocks_per_sm * (bytes + 1024), ampere::shared_class_bytes(shared) + 1024);
@@ -227,6 +230,10 @@ TEST(AmpereVariant, GradientOfABias) {
   const char* const row = "ampere_backward_bf16_d128_any";
   const auto request = [&] { return ampere::backward_request(backward_plan(backward, row)); };
   EXPECT_TRUE(contains(request().source, "hooks.bias_tile = true")) << request().source;
+  EXPECT_TRUE(contains(request().source,
+                       "with_bias_tile(backward_tile(128, SharedClass::medium), 128, 128, "
+                       "SharedClass::medium)>;"))
+      << request().source;
   EXPECT_TRUE(contains(request().source, "hooks.grad_bias = false")) << request().source;
   const std::size_t plain = backward_plan(backward, row).workspace.bytes;
 

@@ -292,7 +292,7 @@ class BackwardCall {
     constexpr int kBytes = static_cast<int>(sizeof(BackwardStorage<Config>));
     const VariantHooks hooks = variant_hooks(problem_);
     if (hooks.any()) {
-      return run_variant(Config::kThreads, kBytes + bias_bytes(hooks), repeats);
+      return run_variant(Config::kThreads, variant_bytes(hooks, kBytes), repeats);
     }
     return cuda::launch(
         "ampere backward",
@@ -300,14 +300,16 @@ class BackwardCall {
         backward_kernel<Config, kDType, kMask>, main_params(repeats));
   }
 
-  // Of the tile of a bias that the kernel copies.
-  int bias_bytes(const VariantHooks& hooks) const {
-    const KernelInfo& row = *plan_.kernel;
+  // Shared memory of a kernel with hooks; without a bias that it copies, `plain`.
+  int variant_bytes(const VariantHooks& hooks, int plain) const {
+    const int dims[] = {plan_.kernel->head_dim, plan_.kernel->head_dim_v};
     const SharedClass shared = shared_class(plan_.device.smem_optin_bytes);
-    const BackwardTile tile = backward_tile(row.head_dim, shared);
-    return copies_bias(hooks, tile, row.head_dim, row.head_dim_v, shared)
-               ? bias_tile_bytes(tile.tile_q, tile.tile_k)
-               : 0;
+    const BackwardTile tile =
+        with_bias_tile(backward_tile(dims[0], shared), dims[0], dims[1], shared);
+    return copies_bias(hooks, tile, dims[0], dims[1], shared)
+               ? backward_shared_bytes(tile, dims[0], dims[1]) +
+                     bias_tile_bytes(tile.tile_q, tile.tile_k)
+               : plain;
   }
 
   // With hooks: a kernel that is compiled at run time, for the same tile.
