@@ -154,7 +154,8 @@ endfunction()
 
 pantile_read_kernels()
 target_sources(pantile PRIVATE
-  cuda/common/expressions.cc cuda/common/fp8_rules.cc cuda/common/stored_mask.cc
+  cuda/common/bias.cc cuda/common/expressions.cc cuda/common/fp8_rules.cc
+  cuda/common/stored_mask.cc
   cuda/hopper/forward/plan.cc cuda/hopper/backward/plan.cc cuda/hopper/fp8/plan.cc
   cuda/hopper/fp8_backward/plan.cc
   cuda/hopper/mask.cc cuda/hopper/requests.cc cuda/hopper/variant.cc cuda/hopper/variant_text.cc

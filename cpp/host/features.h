@@ -67,17 +67,6 @@ inline constexpr FeatureSet backward_sinks =
 inline constexpr FeatureSet backward_hooks =
     with_score_gradients(with_masks(with_variant_gradients(backward_16bit)))
         .with(Feature::mask_expression);
-// Ampere has no hook for a bias.
-inline constexpr FeatureSet forward_ampere = with_score(with_masks(with_ranges(forward_sinks)))
-                                                 .with(Feature::softcap)
-                                                 .with(Feature::alibi)
-                                                 .with(Feature::dropout)
-                                                 .with(Feature::paged);
-inline constexpr FeatureSet backward_ampere = with_score_gradients(with_masks(backward_sinks))
-                                                  .with(Feature::softcap)
-                                                  .with(Feature::alibi)
-                                                  .with(Feature::dropout)
-                                                  .with(Feature::grad_alibi);
 inline constexpr FeatureSet quantize_fp8{Feature::packed, Feature::seqused};
 inline constexpr FeatureSet quantize =
     quantize_fp8.with(Feature::smooth_k).with(Feature::hadamard).with(Feature::dequantize);

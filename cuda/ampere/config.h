@@ -155,6 +155,27 @@ constexpr ForwardTile forward_tile(int head_dim, int head_dim_v, MaskKind mask,
   }
 }
 
+// A tile of a 16-bit bias (ampere/bias.cuh), and whether it has a place beside those of a tile
+// without blocks getting fewer: a multiprocessor has 1 KB more than a block may ask for, and each
+// block uses up 1 KB.
+constexpr int bias_tile_bytes(int tile_q, int tile_k) {
+  return 2 * tile_q * tile_k;
+}
+
+constexpr bool has_bias_place(int blocks_per_sm, int bytes, SharedClass shared) {
+  return bytes <= shared_class_bytes(shared) &&
+         blocks_per_sm * (bytes + 1024) <= shared_class_bytes(shared) + 1024;
+}
+
+// `shared` is that of the GPU; the tile may be one for less.
+constexpr bool has_bias_tile(const ForwardTile& tile, int head_dim, int head_dim_v,
+                             SharedClass shared) {
+  return has_bias_place(
+      tile.blocks_per_sm,
+      forward_shared_bytes(tile, head_dim, head_dim_v) + bias_tile_bytes(tile.tile_q, tile.tile_k),
+      shared);
+}
+
 // When dQ += dS K of a step of rows is computed: within it, behind a barrier of its own, or within
 // the next one, where dS has long been in shared memory. That takes a second buffer of dS.
 enum class GradQueries { own_step, before_next_scores, after_next_products };
@@ -186,6 +207,26 @@ constexpr int backward_shared_bytes(const BackwardTile& tile, int head_dim, int 
   return 2 * (tile.tile_k + tile.stages * tile.tile_q) * (head_dim + head_dim_v) +
          2 * weights * tile.tile_k * tile.tile_q +
          4 * 2 * tile.grad_s_buffers() * kRowTerms * tile.tile_q + kWorkBytes;
+}
+
+// The same for the backward. A warp has one piece of a tile: passes take several.
+constexpr bool has_bias_tile(const BackwardTile& tile, int head_dim, int head_dim_v,
+                             SharedClass shared) {
+  return tile.passes == 1 && has_bias_place(tile.blocks_per_sm,
+                                            backward_shared_bytes(tile, head_dim, head_dim_v) +
+                                                bias_tile_bytes(tile.tile_q, tile.tile_k),
+                                            shared);
+}
+
+// The tile of a backward that copies its bias: with one stage of Q and dO where two leave no place.
+// Their copies then run under dQ only.
+constexpr BackwardTile with_bias_tile(BackwardTile tile, int head_dim, int head_dim_v,
+                                      SharedClass shared) {
+  const bool can_have_one = tile.grad_queries == GradQueries::own_step;
+  if (can_have_one && !has_bias_tile(tile, head_dim, head_dim_v, shared)) {
+    tile.stages = 1;
+  }
+  return tile;
 }
 
 // Where warps have their own keys, dQ comes last in a step: its additions to global memory run

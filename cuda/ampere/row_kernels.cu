@@ -18,6 +18,10 @@ Status launch_sum_slopes(const cuda::Launch& how, const common::SlopeParams& par
   return cuda::launch("sum_slopes", how, common::sum_slopes<>, params);
 }
 
+Status launch_sum_bias(const cuda::Launch& how, const common::BiasParams& params) {
+  return cuda::launch("sum_bias", how, common::sum_bias<>, params);
+}
+
 template <int kTileQ>
 Status launch_sum_sink_gradients(const cuda::Launch& how, const SinkParams& params) {
   return cuda::launch("sum_sink_gradients", how, sum_sink_gradients<kTileQ>, params);

@@ -37,6 +37,8 @@ Status launch_settle_units(const cuda::Launch& how, const SettleParams<kTileQ>& 
 
 Status launch_sum_slopes(const cuda::Launch& how, const common::SlopeParams& params);
 
+Status launch_sum_bias(const cuda::Launch& how, const common::BiasParams& params);
+
 template <int kTileQ>
 Status launch_sum_sink_gradients(const cuda::Launch& how, const SinkParams& params);
 

@@ -35,6 +35,15 @@ struct SummedStorage : ForwardStorage<Config> {
   float earlier_sums[Config::kTileQ];
 };
 
+// With each warp's piece of a tile of a 16-bit bias (ampere/bias.cuh): kBytes of 16 rows.
+template <class Config, int kBytes>
+struct BiasedStorage : SummedStorage<Config> {
+  static constexpr int kWarpBytes = kBytes * Config::kRowTiles;
+  alignas(128) unsigned char bias[Config::kThreads / 32][kWarpBytes];
+};
+template <class Config>
+struct BiasedStorage<Config, 0> : SummedStorage<Config> {};
+
 // What a block of the backward works on. It lies in shared memory because the loop has no registers
 // left for what it needs once a step.
 struct BackwardWork {
@@ -74,5 +83,14 @@ struct BackwardStorage {
   alignas(kWorkBytes) BackwardWork work;
   WholeSequences whole;  // in the room behind it; variants only
 };
+
+// With each warp's piece of a tile of a 16-bit bias.
+template <class Config, bool kHasBias>
+struct BiasedBackwardStorage : BackwardStorage<Config> {
+  static constexpr int kWarpBytes = 2 * Config::kWarpRows * Config::kWarpKeys;
+  alignas(128) unsigned char bias[Config::kThreads / 32][kWarpBytes];
+};
+template <class Config>
+struct BiasedBackwardStorage<Config, false> : BackwardStorage<Config> {};
 
 }  // namespace pantile::ampere

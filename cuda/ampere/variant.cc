@@ -46,6 +46,7 @@ std::string hook_names(const VariantHooks& hooks) {
   };
   add(hooks.softcap, "softcap");
   add(hooks.alibi, "ALiBi");
+  add(hooks.has_bias(), "bias");
   add(hooks.dropout, "dropout");
   add(hooks.ranges, "k_begin");
   add(hooks.pages, "block_table");
@@ -57,6 +58,7 @@ std::string hook_names(const VariantHooks& hooks) {
   add((hooks.mask_forms & kMaskDocuments) != 0, "documents");
   add((hooks.mask_forms & kMaskPrefix) != 0, "prefix");
   add(hooks.mask_clauses, "clauses");
+  add(hooks.grad_bias, "grad_bias");
   return names;
 }
 
@@ -69,8 +71,15 @@ std::string source_of(const VariantHooks& hooks) {
          text_of(hooks.shift) + "}";
 }
 
-// The type of the scoring hooks, in the order of the formulas.
-std::string scoring_type(const KernelInfo& row, const VariantHooks& hooks) {
+// The dtype of a bias.
+std::string bias_dtype(const KernelInfo& row, const VariantHooks& hooks) {
+  const bool is_f32 =
+      hooks.bias == common::BiasForm::single32 || hooks.bias == common::BiasForm::pair32;
+  return std::string("DType::") + dtype_name(is_f32 ? DType::f32 : row.dtype);
+}
+
+// The type of the scoring hooks, in the order of the formulas. `copied`: the bias is.
+std::string scoring_type(const KernelInfo& row, const VariantHooks& hooks, bool copied) {
   const std::string softcap =
       std::string("attn::Softcap<") + text_of(needs_exact_softcap(row.dtype)) + ">";
   // Causal rows see no key behind their position.
@@ -84,6 +93,10 @@ std::string scoring_type(const KernelInfo& row, const VariantHooks& hooks) {
   };
   add(hooks.softcap, softcap);
   add(hooks.alibi, alibi);
+  add(hooks.has_bias() && copied, "CopiedBias<" + bias_dtype(row, hooks) + ", Config::kTileK>");
+  add(hooks.has_bias() && !copied, "attn::Bias<" + bias_dtype(row, hooks) + ", " +
+                                       text_of(!common::is_single(hooks.bias)) +
+                                       ", Config::kTileK>");
   add(hooks.score != Expression::none, "attn::UserScore");
   add(hooks.mask != Expression::none, "attn::UserMask");
   add(hooks.mask_forms != 0,
@@ -123,6 +136,17 @@ std::string expression_hooks(const VariantHooks& hooks, bool gradients) {
   return text + "  hooks.mask = " + text_of(hooks.mask != Expression::none) + ";\n";
 }
 
+// The fields of a bias.
+std::string bias_hooks(const KernelInfo& row, const VariantHooks& hooks, bool copied) {
+  if (!hooks.has_bias()) {
+    return std::string();
+  }
+  return "  hooks.bias = true;\n  hooks.bias_dtype = " + bias_dtype(row, hooks) +
+         ";\n  hooks.bias_tile = " + text_of(copied) +
+         ";\n  hooks.grad_bias = " + text_of(hooks.grad_bias) +
+         ";\n  hooks.bias_alone = " + text_of(hooks.bias_alone) + ";\n";
+}
+
 std::string dims_of(const KernelInfo& row) {
   return std::to_string(row.head_dim) + ", " + std::to_string(row.head_dim_v);
 }
@@ -158,6 +182,9 @@ attn::VariantParams params_of(const ForwardProblem& problem, const VariantTensor
   if (variant.score != Expression::none || variant.mask_expression != Expression::none) {
     common::add_expressions(variant, scale, tensors, &params);
   }
+  if (variant.has_bias) {
+    common::add_bias(variant, tensors, &params);
+  }
   params.mask = common::mask_params(problem, tensors);
   return params;
 }
@@ -165,6 +192,12 @@ attn::VariantParams params_of(const ForwardProblem& problem, const VariantTensor
 // Of the mask of tensors in a text.
 std::int64_t mask_number(const VariantHooks& hooks) {
   return hooks.mask_forms * 2 + (hooks.mask_clauses ? 1 : 0);
+}
+
+// Of the bias.
+std::int64_t bias_number(const VariantHooks& hooks) {
+  return static_cast<std::int64_t>(hooks.bias) * 4 + (hooks.grad_bias ? 2 : 0) +
+         (hooks.bias_alone ? 1 : 0);
 }
 
 // A number below VariantKernels::kTexts. `first`, `second`: what else the texts of a row differ in.
@@ -183,6 +216,7 @@ VariantHooks variant_hooks(const ForwardProblem& problem) {
   VariantHooks hooks;
   hooks.softcap = variant.softcap > 0.0f;
   hooks.alibi = variant.has_alibi;
+  hooks.bias = common::bias_form(problem);
   hooks.dropout = variant.dropout > 0;
   hooks.ranges = problem.has_k_begin;
   hooks.pages = problem.page_size > 0;
@@ -191,6 +225,13 @@ VariantHooks variant_hooks(const ForwardProblem& problem) {
   hooks.mask = variant.mask_expression;
   hooks.mask_forms = mask_forms(variant);
   hooks.mask_clauses = common::has_clauses(variant);
+  return hooks;
+}
+
+VariantHooks variant_hooks(const BackwardProblem& problem) {
+  VariantHooks hooks = variant_hooks(problem.forward);
+  hooks.grad_bias = problem.wants_grad_bias;
+  hooks.bias_alone = common::is_bias_alone(problem);
   return hooks;
 }
 
@@ -229,7 +270,8 @@ Status variant_rule(const BackwardProblem& problem, const DeviceProps& device) {
                          "deterministic is true; this kernel adds gradients of captured tensors in "
                          "any order");
   }
-  return variant_rule(problem.forward, device);
+  const Status status = common::bias_gradient_rule(problem);
+  return status.ok() ? variant_rule(problem.forward, device) : status;
 }
 
 float keep_scale(const ForwardProblem& problem) {
@@ -251,7 +293,11 @@ attn::VariantParams backward_variant_params(const ForwardProblem& problem,
 jit::Request forward_request(const ForwardPlan& plan) {
   const KernelInfo& row = *plan.kernel;
   const VariantHooks hooks = variant_hooks(plan.problem);
-  const SharedClass shared = variant_tile_class(hooks, shared_class(plan.device.smem_optin_bytes));
+  const SharedClass device = shared_class(plan.device.smem_optin_bytes);
+  const SharedClass shared = variant_tile_class(hooks, device);
+  const bool copied =
+      copies_bias(hooks, forward_tile(row.head_dim, row.head_dim_v, row.mask, shared), row.head_dim,
+                  row.head_dim_v, device);
   const std::string mask = std::string("MaskKind::") + mask_kind_name(row.mask);
   const std::string text =
       std::string("#include \"ampere/forward/kernel.cuh\"\n") +
@@ -261,7 +307,7 @@ jit::Request forward_request(const ForwardPlan& plan) {
       dims_of(row) + ", forward_tile(" + dims_of(row) + ", " + mask + ", " + text_of(shared) +
       "),\n    softmax_kind(ForwardSoftmax::" + (sums_on_tensor(plan) ? "tensor" : "vector") +
       "), " + text_of(has_long_rows(plan)) + ">;\nusing Variant = ForwardVariant<" +
-      scoring_type(row, hooks) + ", " +
+      scoring_type(row, hooks, copied) + ", " +
       (hooks.dropout ? "attn::Dropout<kDropKeys>" : "attn::NoVariant") + source_of(hooks) +
       ">;\n}\n";
   return request_of(row, hooks, "variant_forward_kernel", text, "Variant", plan.device);
@@ -269,8 +315,13 @@ jit::Request forward_request(const ForwardPlan& plan) {
 
 jit::Request backward_request(const BackwardPlan& plan) {
   const KernelInfo& row = *plan.kernel;
-  const VariantHooks hooks = variant_hooks(plan.problem.forward);
+  const VariantHooks hooks = variant_hooks(plan.problem);
   const SharedClass shared = shared_class(plan.device.smem_optin_bytes);
+  const BackwardTile tile =
+      with_bias_tile(backward_tile(row.head_dim, shared), row.head_dim, row.head_dim_v, shared);
+  const bool copied = copies_bias(hooks, tile, row.head_dim, row.head_dim_v, shared);
+  const std::string tile_text =
+      "backward_tile(" + std::to_string(row.head_dim) + ", " + text_of(shared) + ")";
   const bool gradient = plan.problem.wants_grad_alibi;
   const bool behind = hooks.alibi && mask_kind(plan.problem.forward) != MaskKind::causal;
   const std::string text =
@@ -279,14 +330,17 @@ jit::Request backward_request(const BackwardPlan& plan) {
                                    plan.problem.wants_grad_captured) +
       "namespace pantile::ampere {\n"
       "using Config = BackwardConfig<" +
-      dims_of(row) + ", backward_tile(" + std::to_string(row.head_dim) + ", " + text_of(shared) +
-      ")>;\nconstexpr attn::GradHooks hooks() {\n  attn::GradHooks hooks;\n  hooks.softcap = " +
+      dims_of(row) + ", " +
+      (copied ? "with_bias_tile(" + tile_text + ", " + dims_of(row) + ", " + text_of(shared) + ")"
+              : tile_text) +
+      ">;\nconstexpr attn::GradHooks hooks() {\n  attn::GradHooks hooks;\n  hooks.softcap = " +
       text_of(hooks.softcap) +
       ";\n  hooks.exact = " + text_of(hooks.softcap && needs_exact_softcap(row.dtype)) +
       ";\n  hooks.alibi = " + text_of(hooks.alibi) + ";\n  hooks.behind = " + text_of(behind) +
       ";\n  hooks.dropout = " + text_of(hooks.dropout) +
       ";\n  hooks.grad_alibi = " + text_of(gradient) + ";\n" +
       expression_hooks(hooks, plan.problem.wants_grad_captured != 0) +
+      bias_hooks(row, hooks, copied) +
       "  hooks.stored_forms = " + std::to_string(hooks.mask_forms) +
       ";\n  hooks.stored_clauses = " + text_of(hooks.mask_clauses) + ";\n  return hooks;\n}\n}\n";
   jit::Request request =
@@ -299,7 +353,7 @@ template <class Plan>
 Status VariantKernels::find_at(const Place& place, const Plan& plan,
                                jit::Request (*request)(const Plan&), void* stream,
                                const jit::Kernel** kernel) {
-  const bool rare = place[1] != 0 || place[2] != 0 || place[3] != 0;
+  const bool rare = place[1] != 0 || place[2] != 0 || place[3] != 0 || place[5] != 0;
   std::atomic<const jit::Kernel*>& known = known_[place[0]];
   if (rare) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -325,20 +379,27 @@ Status VariantKernels::find(const ForwardPlan& plan, void* stream, const jit::Ke
   const VariantHooks hooks = variant_hooks(plan.problem);
   const int index = index_of(hooks, shared_class(plan.device.smem_optin_bytes),
                              sums_on_tensor(plan), has_long_rows(plan), plan.device);
-  const Place place{index, static_cast<std::int64_t>(hooks.score),
-                    static_cast<std::int64_t>(hooks.mask), mask_number(hooks), 0};
+  const Place place{index,
+                    static_cast<std::int64_t>(hooks.score),
+                    static_cast<std::int64_t>(hooks.mask),
+                    mask_number(hooks),
+                    0,
+                    bias_number(hooks)};
   return find_at(place, plan, forward_request, stream, kernel);
 }
 
 // Texts with ALiBi differ between a causal mask and another one.
 Status VariantKernels::find(const BackwardPlan& plan, void* stream, const jit::Kernel** kernel) {
-  const VariantHooks hooks = variant_hooks(plan.problem.forward);
+  const VariantHooks hooks = variant_hooks(plan.problem);
   const int index = index_of(hooks, shared_class(plan.device.smem_optin_bytes),
                              mask_kind(plan.problem.forward) == MaskKind::causal,
                              plan.problem.wants_grad_alibi, plan.device);
-  const Place place{index, static_cast<std::int64_t>(hooks.score),
-                    static_cast<std::int64_t>(hooks.mask), mask_number(hooks),
-                    static_cast<std::int64_t>(plan.problem.wants_grad_captured)};
+  const Place place{index,
+                    static_cast<std::int64_t>(hooks.score),
+                    static_cast<std::int64_t>(hooks.mask),
+                    mask_number(hooks),
+                    static_cast<std::int64_t>(plan.problem.wants_grad_captured),
+                    bias_number(hooks)};
   return find_at(place, plan, backward_request, stream, kernel);
 }
 

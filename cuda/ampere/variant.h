@@ -1,6 +1,6 @@
-// Host half of variants (pantile/variant.h) on this family. Softcap, ALiBi, dropout and expressions
-// are hooks of a kernel (attn/variant.cuh), which is compiled at run time with the hooks that a
-// problem asks for; sinks are in every kernel. No CUDA headers.
+// Host half of variants (pantile/variant.h) on this family. Softcap, ALiBi, bias, dropout and
+// expressions are hooks of a kernel (attn/variant.cuh), which is compiled at run time with the
+// hooks that a problem asks for; sinks are in every kernel. No CUDA headers.
 #pragma once
 
 #include <array>
@@ -12,6 +12,7 @@
 
 #include "ampere/config.h"
 #include "attn/variant_params.h"
+#include "common/bias.h"
 #include "jit/kernel.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
@@ -23,6 +24,7 @@ namespace pantile::ampere {
 struct VariantHooks {
   bool softcap = false;
   bool alibi = false;
+  common::BiasForm bias = common::BiasForm::none;
   bool dropout = false;
   // Where keys lie is part of the text as well (ampere/forward/keys.cuh). Forward.
   bool ranges = false;
@@ -32,7 +34,11 @@ struct VariantHooks {
   Expression mask = Expression::none;
   std::uint32_t mask_forms = 0;  // MaskForm: asked in every step, no lists
   bool mask_clauses = false;     // more than one
+  // Backward: the gradient of the bias, and whether no two pairs share an element of it.
+  bool grad_bias = false;
+  bool bias_alone = false;
 
+  constexpr bool has_bias() const { return bias != common::BiasForm::none; }
   constexpr bool has_expressions() const {
     return score != Expression::none || mask != Expression::none;
   }
@@ -40,16 +46,27 @@ struct VariantHooks {
   constexpr bool any() const { return any_score() || has_source(); }
   // Other scores or weights, for which there is one kind of softmax.
   constexpr bool any_score() const {
-    return softcap || alibi || dropout || has_expressions() || mask_forms != 0;
+    return softcap || alibi || has_bias() || dropout || has_expressions() || mask_forms != 0;
   }
 };
 
 VariantHooks variant_hooks(const ForwardProblem& problem);
+VariantHooks variant_hooks(const BackwardProblem& problem);
 
 // The tile of a forward with hooks. Dropout holds random bits of 32 keys: beside the scores of 64
-// keys at head dim 128 they spill 100 bytes.
+// keys at head dim 128 they spill 100 bytes. A bias spills 8 there, and finds more room in shared
+// memory beside tiles of 32.
 constexpr SharedClass variant_tile_class(const VariantHooks& hooks, SharedClass shared) {
-  return hooks.dropout && shared == SharedClass::large ? SharedClass::medium : shared;
+  return (hooks.dropout || hooks.has_bias()) && shared == SharedClass::large ? SharedClass::medium
+                                                                             : shared;
+}
+
+// Whether a kernel copies its bias in tiles to shared memory. `shared`: of the GPU.
+template <class Tile>
+constexpr bool copies_bias(const VariantHooks& hooks, const Tile& tile, int head_dim,
+                           int head_dim_v, SharedClass shared) {
+  return hooks.bias == common::BiasForm::tile16 &&
+         has_bias_tile(tile, head_dim, head_dim_v, shared);
 }
 
 // Ok, or what of the variant this family does not serve.
@@ -77,8 +94,9 @@ class VariantKernels {
   Status find(const BackwardPlan& plan, void* stream, const jit::Kernel** kernel);
 
  private:
-  // A number below kTexts; the expressions; the mask of tensors; the gradients that are wanted.
-  using Place = std::array<std::int64_t, 5>;
+  // A number below kTexts; the expressions; the mask of tensors; the gradients of captured tensors
+  // that are wanted; the bias.
+  using Place = std::array<std::int64_t, 6>;
   template <class Plan>
   Status find_at(const Place& place, const Plan& plan, jit::Request (*request)(const Plan&),
                  void* stream, const jit::Kernel** kernel);

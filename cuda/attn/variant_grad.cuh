@@ -51,6 +51,7 @@ struct GradHooks {
   // A mask of tensors that is asked about every pair: the arguments of StoredMask.
   std::uint32_t stored_forms = 0;
   bool stored_clauses = false;
+  bool bias_tile = false;  // the kernel adds the bias, which it has in shared memory
 
   constexpr bool any() const {
     return softcap || alibi || bias || dropout || score || mask || lists || stored_forms != 0;
@@ -149,7 +150,7 @@ class GradVariant : UserState<kHooks.user> {
         }
       }
     }
-    if constexpr (kHooks.bias) {
+    if constexpr (kHooks.bias && !kHooks.bias_tile) {
       add_bias(p, at, logits);
     }
     if constexpr (kHooks.score && !kHooks.raw_score) {

@@ -46,7 +46,26 @@ struct BiasParams {
   PANTILE_HD std::int64_t elements() const {
     return pairs * (sums_heads ? 1 : heads) * (sums_batch ? 1 : batch);
   }
+  PANTILE_HD int blocks() const {
+    return static_cast<int>(
+        core::min_of<std::int64_t>(core::ceil_div<std::int64_t>(elements(), kBiasThreads), 65535));
+  }
 };
+
+// Of a backward with has_bias_parts().
+inline BiasParams bias_params(const BackwardProblem& problem, const float* parts,
+                              float* grad_bias) {
+  const ForwardProblem& forward = problem.forward;
+  BiasParams params;
+  params.parts = parts;
+  params.pairs = forward.seqlen_q * forward.seqlen_k;
+  params.heads = forward.heads_q;
+  params.batch = forward.batch;
+  params.sums_heads = forward.variant.bias.head == 0;
+  params.sums_batch = forward.variant.bias.batch == 0;
+  params.grad_bias = grad_bias;
+  return params;
+}
 
 // Over a block of kVariantThreads; all threads get it.
 PANTILE_DEVICE float sum_over_block(float x) {

@@ -6,7 +6,6 @@
 #include "core/dropout.h"
 #include "core/softmax_state.h"
 #include "expression/print.h"
-#include "hopper/backward/workspace.h"
 #include "hopper/forward/config.h"
 #include "hopper/mask.h"
 
@@ -19,41 +18,6 @@ constexpr StatusCode kUnsupported = StatusCode::unsupported;
 // row and key are multiples of 16.
 constexpr std::int64_t kCell = 16;
 
-// Whether the elements 2 k and 2 k + 1 of every row of the bias can be read at once.
-bool has_pairs(const ForwardProblem& problem) {
-  const BiasLayout& bias = problem.variant.bias;
-  return bias.base_align_bytes >= 2 * dtype_bytes(problem.variant.bias_dtype) &&
-         bias.batch % 2 == 0 && bias.head % 2 == 0 && bias.query % 2 == 0 &&
-         problem.seqlen_k % 2 == 0;
-}
-
-// Whether rows of a bias of 16 bits that has pairs can be copied in pieces of 16 bytes.
-bool has_chunks(const BiasLayout& bias) {
-  constexpr std::int64_t kChunk = 8;
-  return bias.base_align_bytes >= 16 && bias.batch % kChunk == 0 && bias.head % kChunk == 0 &&
-         bias.query % kChunk == 0 && bias.query < std::int64_t{1} << 30;
-}
-
-BiasForm bias_form(const ForwardProblem& problem) {
-  if (!problem.variant.has_bias) {
-    return BiasForm::none;
-  }
-  const bool pairs = has_pairs(problem);
-  if (problem.variant.bias_dtype == DType::f32) {
-    return pairs ? BiasForm::pair32 : BiasForm::single32;
-  }
-  return !pairs                             ? BiasForm::single16
-         : has_chunks(problem.variant.bias) ? BiasForm::tile16
-                                            : BiasForm::pair16;
-}
-
-// Whether more than one pair of a row and a key has the same element of the bias.
-bool is_shared(const ForwardProblem& problem) {
-  const BiasLayout& bias = problem.variant.bias;
-  return (bias.batch == 0 && problem.batch > 1) || (bias.head == 0 && problem.heads_q > 1) ||
-         (bias.query == 0 && problem.seqlen_q > 1);
-}
-
 }  // namespace
 
 VariantHooks variant_hooks(const ForwardProblem& problem) {
@@ -61,7 +25,7 @@ VariantHooks variant_hooks(const ForwardProblem& problem) {
   VariantHooks hooks;
   hooks.softcap = variant.softcap > 0.0f;
   hooks.alibi = variant.has_alibi;
-  hooks.bias = bias_form(problem);
+  hooks.bias = common::bias_form(problem);
   hooks.dropout = variant.dropout > 0;
   hooks.mask_forms = mask_forms(variant);
   hooks.mask_clauses = has_clauses(variant);
@@ -78,8 +42,7 @@ VariantHooks variant_hooks(const BackwardProblem& problem) {
   VariantHooks hooks = variant_hooks(problem.forward);
   hooks.grad_alibi = problem.wants_grad_alibi;
   hooks.grad_bias = problem.wants_grad_bias;
-  hooks.bias_alone =
-      problem.wants_grad_bias && (problem.deterministic || !is_shared(problem.forward));
+  hooks.bias_alone = common::is_bias_alone(problem);
   hooks.grad_captured = problem.wants_grad_captured;
   return hooks;
 }
@@ -196,39 +159,7 @@ Status variant_rule(const BackwardProblem& problem) {
       return status;
     }
   }
-  if (problem.wants_grad_bias && problem.deterministic && variant.bias.query == 0 &&
-      problem.forward.seqlen_q > 1) {
-    return Status::error(kUnsupported,
-                         "deterministic is true, and the bias is shared by queries: this kernel "
-                         "adds its gradient in any order");
-  }
-  return Status();
-}
-
-BiasLayout grad_bias_layout(const BackwardProblem& problem) {
-  const ForwardProblem& forward = problem.forward;
-  const BiasLayout& bias = forward.variant.bias;
-  const bool parts = has_bias_parts(problem);
-  BiasLayout layout;
-  std::int64_t elements = forward.seqlen_k;
-  const auto axis = [&elements](bool shared, std::int64_t size, std::int64_t* to) {
-    *to = shared ? 0 : elements;
-    elements *= shared ? 1 : size;
-  };
-  axis(bias.query == 0, forward.seqlen_q, &layout.query);
-  axis(bias.head == 0 && !parts, forward.heads_q, &layout.head);
-  axis(bias.batch == 0 && !parts, forward.batch, &layout.batch);
-  return layout;
-}
-
-std::size_t grad_bias_bytes(const BackwardProblem& problem) {
-  const ForwardProblem& forward = problem.forward;
-  const BiasLayout& bias = forward.variant.bias;
-  const bool parts = has_bias_parts(problem);
-  return static_cast<std::size_t>((bias.batch == 0 && !parts ? 1 : forward.batch) *
-                                  (bias.head == 0 && !parts ? 1 : forward.heads_q) *
-                                  (bias.query == 0 ? 1 : forward.seqlen_q) * forward.seqlen_k) *
-         sizeof(float);
+  return common::bias_gradient_rule(problem);
 }
 
 attn::VariantParams variant_params(const ForwardProblem& problem, const VariantTensors& tensors) {
@@ -245,11 +176,7 @@ attn::VariantParams variant_params(const ForwardProblem& problem, const VariantT
   }
   params.alibi_slopes = tensors.alibi_slopes;
   params.alibi_batch = variant.alibi_by_batch ? problem.heads_q : 0;
-  params.bias = tensors.bias;
-  params.bias_batch = variant.bias.batch;
-  params.bias_head = variant.bias.head;
-  params.bias_query = variant.bias.query;
-  params.bias_factor = core::kLog2E / params.unit;
+  common::add_bias(variant, tensors, &params);
   params.dropout_seed = tensors.dropout_seed;
   params.dropout_add = static_cast<std::uint32_t>(256 - variant.dropout) * 0x01010101u;
   params.keep_scale = core::dropout_scale(variant.dropout);

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "attn/variant_params.h"
+#include "common/bias.h"
 #include "hopper/forward/config.h"
 #include "jit/kernel.h"
 #include "pantile/plan.h"
@@ -21,10 +22,8 @@
 
 namespace pantile::hopper {
 
-// How the kernels read a bias: elements one by one, pairs of neighbouring keys, or in the forward
-// whole tiles, where the kernel has a place for them, else pairs.
-enum class BiasForm { none, single16, pair16, single32, pair32, tile16 };
-inline constexpr int kBiasForms = 6;
+using common::BiasForm;
+using common::kBiasForms;
 
 // Rows of the sequences; ranges that begin anywhere; pages.
 enum class KeyPlace { rows, ranges, pages };
@@ -151,11 +150,6 @@ class VariantKernels {
   std::mutex mutex_;  // of the map
   std::map<std::array<std::int64_t, 5>, const jit::Kernel*> rare_;
 };
-
-// Where the main kernel leaves the gradient of the bias: distances, and how many bytes that has. It
-// is the gradient itself, contiguous in the bias's shape, or with has_bias_parts() the workspace.
-BiasLayout grad_bias_layout(const BackwardProblem& problem);
-std::size_t grad_bias_bytes(const BackwardProblem& problem);
 
 // All but the gradients.
 attn::VariantParams variant_params(const ForwardProblem& problem, const VariantTensors& tensors);

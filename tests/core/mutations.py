@@ -45,6 +45,7 @@ class Mutation:
 
 
 FILE_OF_SUITE = {
+    "BiasPiece": "test_bias_piece.cc",
     "Blocked": "test_blocked.cc",
     "Dropout": "test_dropout.cc",
     "ForwardSplit": "test_forward_split.cc",
@@ -520,6 +521,37 @@ LISTED = {
             "heads * query_heads_per_key_head, 1,",
             "heads, 1,",
         ),
+    ],
+    "bias_piece.h": [
+        (
+            "BiasPiece.LanesGetTheBiasOfTheirScores",
+            "row16 * 16 + lane % 16",
+            "row16 * 16 + lane / 2",
+        ),
+        (
+            "BiasPiece.LanesGetTheBiasOfTheirScores",
+            "key16 * 2 + lane / 16)",
+            "key16 * 2 + lane % 2)",
+        ),
+        (
+            "BiasPiece.LanesGetTheBiasOfTheirScores",
+            "row16 * 16 + lane / 16 * 8 + lane % 8",
+            "row16 * 16 + lane / 8 % 2 * 8 + lane % 8",
+        ),
+        (
+            "BiasPiece.LanesGetTheBiasOfTheirScores",
+            "key16 * 2 + lane / 8 % 2",
+            "key16 * 2 + lane / 16",
+        ),
+        ("BiasPiece.LanesGetTheBiasOfTheirScores", "bytes < 0 ? 0 :", "bytes < 0 ? 2 :"),
+        ("BiasPiece.LanesGetTheBiasOfTheirScores", "kCopyRows = 32 / kChunks", "kCopyRows = 8"),
+        (
+            "BiasPiece.ReadsHaveNoBankConflicts",
+            "return ldmatrix_offset(kRowBytes, row, chunk);",
+            "return static_cast<std::uint32_t>(row * kRowBytes + chunk * 16);",
+        ),
+        ("BiasPiece.CopiesAreRunsOfARow", "2 * (keys - key)", "2 * (keys - key) + 2"),
+        ("BiasPiece.CopiesAreRunsOfARow", "return lane % kChunks;", "return (lane + 1) % kChunks;"),
     ],
     "blocked.h": [
         (

@@ -68,6 +68,21 @@ bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
+Expression parsed(ExpressionKind kind, const char* text) {
+  static constexpr CapturedType kTensors[] = {{"w", CapturedDType::f32, 1}};
+  Expression expression = Expression::none;
+  const Status status = parse_expression(kind, text, kTensors, 1, &expression);
+  EXPECT_TRUE(status.ok()) << status.message();
+  return expression;
+}
+
+void add_bias(ForwardProblem* problem, DType dtype = DType::bf16) {
+  problem->variant.has_bias = true;
+  problem->variant.bias_dtype = dtype;
+  problem->variant.bias =  // shared by all sequences
+      BiasLayout{0, problem->seqlen_q * problem->seqlen_k, problem->seqlen_k, 16};
+}
+
 TEST(AmpereVariant, PlansWithoutHooksHaveNothingCompiled) {
   ForwardProblem problem = causal_problem();
   std::vector<jit::Request> requests;
@@ -118,13 +133,16 @@ TEST(AmpereVariant, TheTextNamesTileTypesAndMask) {
 TEST(AmpereVariant, EveryChoiceHasATextOfItsOwn) {
   std::set<std::string> forwards, backwards;
   int count = 0;
-  for (int hooks = 1; hooks < 8; ++hooks) {
+  for (int hooks = 1; hooks < 16; ++hooks) {
     for (const DeviceProps& device :
          {a100(), h100(), gpu_device("A10", 8, 6, 72, 101376, 6 << 20)}) {
       ForwardProblem problem = causal_problem();
       problem.variant.softcap = (hooks & 1) != 0 ? 30.0f : 0.0f;
       problem.variant.has_alibi = (hooks & 2) != 0;
       problem.variant.dropout = (hooks & 4) != 0 ? 128 : 0;
+      if ((hooks & 8) != 0) {
+        add_bias(&problem);
+      }
       const jit::Request forward =
           ampere::forward_request(forward_plan(problem, "ampere_forward_bf16_d128_causal", device));
       forwards.insert(forward.source + std::to_string(forward.arch));
@@ -136,6 +154,127 @@ TEST(AmpereVariant, EveryChoiceHasATextOfItsOwn) {
   }
   EXPECT_EQ(static_cast<int>(forwards.size()), count);
   EXPECT_EQ(static_cast<int>(backwards.size()), count);
+}
+
+TEST(AmpereVariant, ABiasIsCopiedInTilesWhereTheyHaveAPlace) {
+  const DeviceProps a10 = gpu_device("A10", 8, 6, 72, 101376, 6 << 20);
+  const char* const row = "ampere_forward_bf16_d128_causal";
+  ForwardProblem problem = causal_problem();
+  add_bias(&problem);
+  const auto text = [&](const DeviceProps& device) {
+    return ampere::forward_request(forward_plan(problem, row, device)).source;
+  };
+  const std::string copied = "ForwardVariant<CopiedBias<DType::bf16, Config::kTileK>";
+  EXPECT_TRUE(contains(text(a100()), copied)) << text(a100());
+  EXPECT_TRUE(contains(text(h100()), copied)) << text(h100());
+  EXPECT_TRUE(contains(text(h100()), "SharedClass::medium")) << text(h100());
+  // Two blocks of 48 KB fill the multiprocessor.
+  EXPECT_TRUE(contains(text(a10), "attn::Bias<DType::bf16, true, Config::kTileK>")) << text(a10);
+  EXPECT_EQ(ampere::forward_request(forward_plan(problem, row)).name, std::string(row) + " bias");
+
+  ForwardProblem other = problem;
+  problem.variant.bias.query += 4;
+  EXPECT_TRUE(contains(text(a100()), "attn::Bias<DType::bf16, true, Config::kTileK>"));
+  problem.variant.bias.query += 1;
+  EXPECT_TRUE(contains(text(a100()), "attn::Bias<DType::bf16, false, Config::kTileK>"));
+  problem = other;
+  problem.variant.bias_dtype = DType::f32;
+  EXPECT_TRUE(contains(text(a100()), "attn::Bias<DType::f32, true, Config::kTileK>"));
+
+  // In the order of the formulas.
+  problem = other;
+  problem.variant.softcap = 20.0f;
+  problem.variant.has_alibi = true;
+  problem.variant.mask_expression = parsed(ExpressionKind::mask, "i - j < 30");
+  const std::string all =
+      ampere::forward_request(forward_plan(problem, "ampere_forward_bf16_d128_window")).source;
+  EXPECT_TRUE(contains(all,
+                       "attn::Alibi<true, Config::kTileK>>, CopiedBias<DType::bf16, "
+                       "Config::kTileK>>, attn::UserMask>"))
+      << all;
+}
+
+TEST(AmpereVariant, CopiedTilesOfABiasFitWithoutFewerBlocks) {
+  using ampere::SharedClass;
+  constexpr MaskKind kCausal = MaskKind::causal;
+  const auto forward = [](int head_dim, SharedClass tile, SharedClass gpu) {
+    return ampere::has_bias_tile(ampere::forward_tile(head_dim, head_dim, kCausal, tile), head_dim,
+                                 head_dim, gpu);
+  };
+  EXPECT_TRUE(forward(64, SharedClass::medium, SharedClass::medium));
+  EXPECT_TRUE(forward(128, SharedClass::medium, SharedClass::medium));
+  EXPECT_TRUE(forward(128, SharedClass::medium, SharedClass::large));
+  EXPECT_FALSE(forward(64, SharedClass::small, SharedClass::small));
+  EXPECT_FALSE(forward(128, SharedClass::small, SharedClass::small));
+  for (const SharedClass shared : {SharedClass::small, SharedClass::medium, SharedClass::large}) {
+    const auto backward = [shared](int head_dim) {
+      const ampere::BackwardTile tile = ampere::with_bias_tile(
+          ampere::backward_tile(head_dim, shared), head_dim, head_dim, shared);
+      return ampere::has_bias_tile(tile, head_dim, head_dim, shared);
+    };
+    EXPECT_TRUE(backward(128));
+    EXPECT_FALSE(backward(64));
+    const ampere::BackwardTile plain = ampere::backward_tile(128, shared);
+    const ampere::BackwardTile tile = ampere::with_bias_tile(plain, 128, 128, shared);
+    EXPECT_EQ(tile.stages, shared == SharedClass::medium ? 1 : plain.stages);
+    const int bytes = ampere::backward_shared_bytes(tile, 128, 128) +
+                      ampere::bias_tile_bytes(tile.tile_q, tile.tile_k);
+    EXPECT_LE(tile.blocks_per_sm * (bytes + 1024), ampere::shared_class_bytes(shared) + 1024);
+  }
+}
+
+TEST(AmpereVariant, GradientOfABias) {
+  ForwardProblem problem = causal_problem();
+  add_bias(&problem);
+  BackwardProblem backward = backward_problem(problem);
+  const char* const row = "ampere_backward_bf16_d128_any";
+  const auto request = [&] { return ampere::backward_request(backward_plan(backward, row)); };
+  EXPECT_TRUE(contains(request().source, "hooks.bias_tile = true")) << request().source;
+  EXPECT_TRUE(contains(request().source,
+                       "with_bias_tile(backward_tile(128, SharedClass::medium), 128, 128, "
+                       "SharedClass::medium)>;"))
+      << request().source;
+  EXPECT_TRUE(contains(request().source, "hooks.grad_bias = false")) << request().source;
+  const std::size_t plain = backward_plan(backward, row).workspace.bytes;
+
+  backward.wants_grad_bias = true;
+  EXPECT_EQ(request().name, std::string(row) + " bias+grad_bias");
+  EXPECT_TRUE(contains(request().source, "hooks.bias_alone = false")) << request().source;
+  EXPECT_EQ(backward_plan(backward, row).workspace.bytes, plain);
+  backward.deterministic = true;  // each head of each sequence has its own at first
+  EXPECT_TRUE(contains(request().source, "hooks.bias_alone = true")) << request().source;
+  EXPECT_GE(backward_plan(backward, row).workspace.bytes,
+            plain + static_cast<std::size_t>(problem.batch * problem.heads_q * problem.seqlen_q *
+                                             problem.seqlen_k) *
+                        4);
+
+  // Keys of the attended part may begin anywhere, those of an unaligned bias as well.
+  backward.deterministic = false;
+  backward.forward.variant.bias_dtype = DType::f32;
+  EXPECT_TRUE(contains(request().source, "hooks.bias_dtype = DType::f32")) << request().source;
+  EXPECT_TRUE(contains(request().source, "hooks.bias_tile = false")) << request().source;
+
+  // Behind a softcap as well: the scores are kept for it.
+  backward.forward.variant.bias_dtype = DType::bf16;
+  backward.forward.variant.softcap = 30.0f;
+  EXPECT_EQ(request().name, std::string(row) + " softcap+bias+grad_bias");
+
+  backward.forward.variant.bias.query = 0;
+  backward.deterministic = true;
+  EXPECT_STREQ(ampere::accept_backward(row_named(row), backward, a100()).message(),
+               "deterministic is true, and the bias is shared by queries: this kernel adds its "
+               "gradient in any order");
+}
+
+TEST(AmpereVariant, ABiasBesideAScoreThatIsNotAffineIsRefusedByName) {
+  ForwardProblem problem = causal_problem();
+  add_bias(&problem);
+  const KernelInfo& row = row_named("ampere_forward_bf16_d128_causal");
+  problem.variant.score = parsed(ExpressionKind::score, "s * w[h]");
+  const std::string refusal = ampere::accept_forward(row, problem, a100()).message();
+  EXPECT_TRUE(contains(refusal, "bias and score are given")) << refusal;
+  problem.variant.score = parsed(ExpressionKind::score, "s + w[h] * j");
+  expect_accepted(ampere::accept_forward(row, problem, a100()));
 }
 
 TEST(AmpereVariant, BackwardWithALiBiKnowsWhetherKeysLieBehind) {
@@ -168,14 +307,13 @@ TEST(AmpereVariant, ParametersAreInTheUnitsOfTheHooks) {
   EXPECT_EQ(forward.dropout_add, 0xc0c0c0c0u);
   problem.variant.softcap = 0.0f;
   EXPECT_FLOAT_EQ(ampere::forward_variant_params(problem, tensors).unit, 0.25f * core::kLog2E);
-}
-
-Expression parsed(ExpressionKind kind, const char* text) {
-  static constexpr CapturedType kTensors[] = {{"w", CapturedDType::f32, 1}};
-  Expression expression = Expression::none;
-  const Status status = parse_expression(kind, text, kTensors, 1, &expression);
-  EXPECT_TRUE(status.ok()) << status.message();
-  return expression;
+  // A bias counts in natural logits.
+  add_bias(&problem);
+  const attn::VariantParams biased = ampere::forward_variant_params(problem, tensors);
+  EXPECT_FLOAT_EQ(biased.bias_factor * biased.unit, core::kLog2E);
+  EXPECT_EQ(biased.bias_query, problem.seqlen_k);
+  problem.scale = 0.0f;  // Q is zeros then, and the bias is all of the scores
+  EXPECT_FLOAT_EQ(ampere::forward_variant_params(problem, tensors).bias_factor, 1.0f);
 }
 
 TEST(AmpereVariant, ExpressionsAreInTheText) {

@@ -386,15 +386,15 @@ TEST(HopperVariant, GradientOfTheBiasHasItsShape) {
   BackwardProblem backward;
   backward.forward = problem;
   backward.wants_grad_bias = true;
-  const BiasLayout layout = hopper::grad_bias_layout(backward);
+  const BiasLayout layout = common::grad_bias_layout(backward);
   EXPECT_EQ(layout.batch, 0);
   EXPECT_EQ(layout.head, 1024);
   EXPECT_EQ(layout.query, 0);
-  EXPECT_EQ(hopper::grad_bias_bytes(backward), 8u * 1024u * 4u);
+  EXPECT_EQ(common::grad_bias_bytes(backward), 8u * 1024u * 4u);
   EXPECT_FALSE(hopper::variant_hooks(backward).bias_alone);
   backward.forward.variant.bias = BiasLayout{1 << 30, 1 << 24, 2048, 16};
-  EXPECT_EQ(hopper::grad_bias_layout(backward).batch, 8 * 1024 * 1024);
-  EXPECT_EQ(hopper::grad_bias_bytes(backward), 2u * 8u * 1024u * 1024u * 4u);
+  EXPECT_EQ(common::grad_bias_layout(backward).batch, 8 * 1024 * 1024);
+  EXPECT_EQ(common::grad_bias_bytes(backward), 2u * 8u * 1024u * 1024u * 4u);
   EXPECT_TRUE(hopper::variant_hooks(backward).bias_alone);
 }
 
@@ -403,19 +403,19 @@ TEST(HopperVariant, DeterministicGradientsOfASharedBiasHaveParts) {
   add_bias(&backward.forward, DType::bf16);       // by all sequences
   backward.wants_grad_bias = true;
   const std::size_t plain = hopper::backward_workspace(backward, 128).bytes;
-  EXPECT_FALSE(hopper::has_bias_parts(backward));
+  EXPECT_FALSE(common::has_bias_parts(backward));
   EXPECT_FALSE(hopper::variant_hooks(backward).bias_alone);
   backward.deterministic = true;
-  EXPECT_TRUE(hopper::has_bias_parts(backward));
+  EXPECT_TRUE(common::has_bias_parts(backward));
   EXPECT_TRUE(hopper::variant_hooks(backward).bias_alone);
-  EXPECT_EQ(hopper::grad_bias_layout(backward).batch, 8 * 1024 * 1024);
+  EXPECT_EQ(common::grad_bias_layout(backward).batch, 8 * 1024 * 1024);
   const hopper::BackwardWorkspace workspace = hopper::backward_workspace(backward, 128);
-  EXPECT_GE(workspace.bytes, workspace.bias_parts + hopper::grad_bias_bytes(backward));
+  EXPECT_GE(workspace.bytes, workspace.bias_parts + common::grad_bias_bytes(backward));
   EXPECT_GE(workspace.bias_parts, plain);
   const KernelInfo row = row_of(Pass::backward, DType::bf16, 128, MaskKind::full);
   EXPECT_TRUE(holds(text_of(backward_plan(backward, row)), ".bias_alone = true"));
   backward.forward.batch = 1;
-  EXPECT_FALSE(hopper::has_bias_parts(backward));
+  EXPECT_FALSE(common::has_bias_parts(backward));
 }
 
 }  // namespace

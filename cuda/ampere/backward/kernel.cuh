@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   if (params.repeats && !BackwardKeys<Config, kMask>::is_measured(params)) {
     return;
   }
-  VariantBackwardBlock<Config, kDType, kMask, kHooks> block(
-      params, variant, *reinterpret_cast<BackwardStorage<Config>*>(shared));
+  using Block = VariantBackwardBlock<Config, kDType, kMask, kHooks>;
+  Block block(params, variant, *reinterpret_cast<typename Block::Storage*>(shared));
   block.clear_missing_columns();
   run_backward<Config>(block);
   block.store();

@@ -5,6 +5,8 @@
 //   - sum_sink_gradients (where wanted) gradients of the sinks
 //   3 backward_kernel    dK, dV, the sums of dQ
 //   4 finish_rows        dQ
+//   - sum_slopes, sum_bias (where wanted) gradients of ALiBi's slopes; of a shared bias, if
+//                        deterministic
 //
 // on one stream. Nothing waits for the GPU or allocates, and all that changes from call to call is
 // passed by value, so that a CUDA graph can capture it.
@@ -22,6 +24,7 @@
 #include "ampere/order.h"
 #include "ampere/row_kernels.h"
 #include "ampere/variant.h"
+#include "common/bias.h"
 #include "common/expressions.h"
 #include "core/softmax_state.h"
 #include "driver.h"
@@ -71,7 +74,7 @@ class BackwardCall {
                            "cudaMemsetAsync");
     }
     if (status.ok()) {
-      status = clear_captured();
+      status = clear_gradients();
     }
     if (status.ok() && problem_.wants_grad_sinks) {
       status = launch_sum_sink_gradients<Config::kTileQ>(
@@ -90,7 +93,7 @@ class BackwardCall {
     if (status.ok() && problem_.wants_grad_alibi) {
       status = sum_slopes(Config::kTileK, Config::kThreads / 32);
     }
-    return status;
+    return status.ok() ? sum_bias_parts() : status;
   }
 
  private:
@@ -116,10 +119,14 @@ class BackwardCall {
            !common::has_raw_score(forward_.variant);
   }
 
-  // Zeros where the main kernel adds.
-  Status clear_captured() const {
+  // Zeros where the main kernel adds, or leaves out what has no rows.
+  Status clear_gradients() const {
     const CapturedTensor* const captured = tensors_.forward.variant.score_captured;
+    const std::size_t bias = problem_.wants_grad_bias ? common::grad_bias_bytes(problem_) : 0;
     Status status;
+    if (bias > 0) {
+      status = cuda::check(cudaMemsetAsync(bias_gradient(), 0, bias, stream_), "cudaMemsetAsync");
+    }
     for (int i = 0; i < kMaxCaptured && status.ok(); ++i) {
       const auto bytes = (problem_.wants_grad_captured >> i & 1u) != 0
                              ? static_cast<std::size_t>(captured_elements(captured[i])) * 4
@@ -130,6 +137,23 @@ class BackwardCall {
       }
     }
     return status;
+  }
+
+  // Where the main kernel leaves the gradient of the bias.
+  float* bias_gradient() const {
+    return common::has_bias_parts(problem_) ? at<float>(offsets_.bias_parts)
+                                            : tensors_.variant.bias;
+  }
+
+  Status sum_bias_parts() const {
+    if (!common::has_bias_parts(problem_)) {
+      return Status();
+    }
+    const common::BiasParams params =
+        common::bias_params(problem_, bias_gradient(), tensors_.variant.bias);
+    const int blocks = params.blocks();
+    return blocks == 0 ? Status()
+                       : launch_sum_bias(launch_of(blocks, common::kBiasThreads), params);
   }
 
   int group() const { return static_cast<int>(forward_.heads_q / forward_.heads_k); }
@@ -266,13 +290,26 @@ class BackwardCall {
   Status run_main(bool repeats) const {
     static cuda::PreparedDevices prepared{0};
     constexpr int kBytes = static_cast<int>(sizeof(BackwardStorage<Config>));
-    if (variant_hooks(forward_).any()) {
-      return run_variant(Config::kThreads, kBytes, repeats);
+    const VariantHooks hooks = variant_hooks(problem_);
+    if (hooks.any()) {
+      return run_variant(Config::kThreads, variant_bytes(hooks, kBytes), repeats);
     }
     return cuda::launch(
         "ampere backward",
         ampere::launch_of(plan_, plan_.blocks, Config::kThreads, kBytes, stream_, &prepared),
         backward_kernel<Config, kDType, kMask>, main_params(repeats));
+  }
+
+  // Shared memory of a kernel with hooks; without a bias that it copies, `plain`.
+  int variant_bytes(const VariantHooks& hooks, int plain) const {
+    const int dims[] = {plan_.kernel->head_dim, plan_.kernel->head_dim_v};
+    const SharedClass shared = shared_class(plan_.device.smem_optin_bytes);
+    const BackwardTile tile =
+        with_bias_tile(backward_tile(dims[0], shared), dims[0], dims[1], shared);
+    return copies_bias(hooks, tile, dims[0], dims[1], shared)
+               ? backward_shared_bytes(tile, dims[0], dims[1]) +
+                     bias_tile_bytes(tile.tile_q, tile.tile_k)
+               : plain;
   }
 
   // With hooks: a kernel that is compiled at run time, for the same tile.
@@ -286,6 +323,9 @@ class BackwardCall {
     attn::VariantParams variant = backward_variant_params(forward_, tensors_.forward.variant);
     variant.grad_alibi_parts = at<float>(offsets_.slope_parts);
     variant.key_tile_count = offsets_.key_tiles;
+    if (problem_.wants_grad_bias) {
+      common::add_bias_gradient(problem_, bias_gradient(), &variant);
+    }
     for (int i = 0; i < kMaxCaptured && problem_.wants_grad_captured != 0; ++i) {
       variant.grad_captured[i] = tensors_.variant.captured[i];
     }

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "ampere/backward/block.cuh"
+#include "ampere/bias.cuh"
 #include "attn/variant_grad.cuh"
 
 namespace pantile::ampere {
@@ -21,12 +22,11 @@ namespace pantile::ampere {
 template <class Config, DType kDType, MaskKind kMask, attn::GradHooks kHooks>
 class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
   using Block = BackwardBlock<Config, kDType, kMask>;
-  using Storage = BackwardStorage<Config>;
   using Keys = BackwardKeys<Config, kMask>;
   using Scores = typename Block::Scores;
   static constexpr int kKeyTiles = Config::kWarpKeys / 16;
   static constexpr int kRowTiles = Config::kWarpRows / 8;
-  static_assert(kHooks.any() && !kHooks.grad_bias && !kHooks.lists);
+  static_assert(kHooks.any() && !kHooks.lists);
   static_assert(!kHooks.softcap || !kHooks.score);
   // The gradients of the variant's tensors come from dS before the slope.
   static constexpr bool kKeepsScores = kHooks.raw() && kHooks.grads();
@@ -35,6 +35,7 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
 
  public:
   using Weights = typename Block::Weights;
+  using Storage = BiasedBackwardStorage<Config, kHooks.bias_tile>;
 
   PANTILE_DEVICE VariantBackwardBlock(const BackwardParams& params,
                                       const attn::VariantParams& variant_params, Storage& storage)
@@ -48,6 +49,14 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
           WholeSequences{block.part.first_row, block.part.first_key, block.queries.length,
                          block.keys.length, tiles.first(block.queries.batch) + block.tile};
     }
+    if constexpr (kHooks.bias_tile) {
+      __syncthreads();  // the first piece of the bias is fetched before
+    }
+  }
+
+  PANTILE_DEVICE void fetch_keys() {
+    Block::fetch_keys();
+    fetch_bias(this->first_step());
   }
 
   PANTILE_DEVICE void weights(Weights& p, Weights& grad_s, RowStep step, int i, int first_row) {
@@ -82,6 +91,13 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
         scaled_weights(s[m], m, row, terms[0] + first_row);
         variant_[m].hide_pairs(variant_params_, place(m, row), values(s[m]));
       }
+    }
+    if constexpr (kHooks.bias_tile) {
+      __syncwarp();  // all lanes have read this step's
+      if (i + 1 < this->steps()) {
+        fetch_bias(this->next(step));
+      }
+      prim::commit_copies();
     }
     Scores dp;
     this->template multiply<typename Block::VRows>(dp, this->storage_.v, stage.grad_o, first_row,
@@ -139,6 +155,39 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
                                  whole.keys, key - row - this->work().mask.shift()};
   }
 
+  // Of the warp. It lands with the rows of the step.
+  PANTILE_DEVICE unsigned char* bias_piece() const {
+    return static_cast<Storage&>(this->storage_).bias[BackwardPlace<Config>().warp];
+  }
+
+  PANTILE_DEVICE void fetch_bias(RowStep step) {
+    if constexpr (kHooks.bias_tile) {
+      using Piece = core::BiasPiece<Config::kWarpRows, Config::kWarpKeys>;
+      const BackwardPlace<Config> thread;
+      const WholeSequences& whole = this->storage_.whole;
+      const BiasPlace at{
+          this->work().queries.batch,
+          step.head,
+          whole.first_row + step.tile * Config::kTileQ + thread.column_warp * Config::kWarpRows,
+          whole.first_key + this->work().key0 + thread.key_warp * Config::kWarpKeys,
+          whole.rows,
+          whole.keys};
+      if (whole.first_key % 8 == 0) {
+        copy_bias<Piece>(variant_params_, at, prim::shared_address(bias_piece()));
+      } else {
+        copy_bias_elements<Piece>(variant_params_, at, bias_piece());
+      }
+    }
+  }
+
+  // To base-2 logits of key tile m.
+  PANTILE_DEVICE void add_copied_bias(Values& logits, int m) const {
+    if constexpr (kHooks.bias_tile) {
+      using Piece = core::BiasPiece<Config::kWarpRows, Config::kWarpKeys>;
+      add_transposed_bias<kHooks.bias_dtype, Piece>(logits, prim::shared_address(bias_piece()), m);
+    }
+  }
+
   // Zeros in place of what is not finite in K and V: the product of it and the zero of a hidden
   // pair would be NaN. Rows that see such a key have NaN in their LSE or delta.
   PANTILE_DEVICE void clean_keys() {
@@ -184,6 +233,7 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
       }
     }
     variant_[m].add_terms(variant_params_, place(m, row), values(full));
+    add_copied_bias(values(full), m);
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
 #pragma unroll
@@ -244,6 +294,7 @@ class VariantBackwardBlock : public BackwardBlock<Config, kDType, kMask> {
       }
     }
     variant_[m].add_terms(variant_params_, place(m, row), values(s));
+    add_copied_bias(values(s), m);
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
 #pragma unroll

@@ -6,6 +6,7 @@
 
 #include "ampere/config.h"
 #include "common/attended.h"
+#include "common/bias.h"
 #include "core/integer_unit.h"
 #include "pantile/problem.h"
 
@@ -28,6 +29,7 @@ struct BackwardWorkspace {
   // With wants_grad_alibi only: fp32 [heads_q][key_tiles][warps], parts of the slopes' gradients.
   std::int64_t key_tiles;  // numbers of tiles of keys
   std::size_t slope_parts;
+  std::size_t bias_parts;  // with common::has_bias_parts(): fp32, as it says
   std::size_t bytes;
 };
 
@@ -80,6 +82,10 @@ constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem, i
     workspace.slope_parts = (workspace.bytes + 15) / 16 * 16;
     workspace.bytes = workspace.slope_parts +
                       static_cast<std::size_t>(workspace.key_tiles * p.heads_q * tile.warps()) * 4;
+  }
+  if (common::has_bias_parts(problem)) {
+    workspace.bias_parts = (workspace.bytes + 15) / 16 * 16;
+    workspace.bytes = workspace.bias_parts + common::bias_parts_bytes(problem);
   }
   workspace.bytes = (workspace.bytes + kAlign - 1) / kAlign * kAlign;
   return workspace;

@@ -27,7 +27,7 @@ namespace pantile::ampere {
 template <class Config, DType kDType, MaskKind kMask, class Variant>
 class ForwardBlock : VariantRows<Config, Variant> {
  public:
-  using Storage = SummedStorage<Config>;
+  using Storage = BiasedStorage<Config, Variant::kBiasBytes>;
 
  private:
   using QRows = tile::SwizzledRows<Config::kHeadDim>;
@@ -83,7 +83,9 @@ class ForwardBlock : VariantRows<Config, Variant> {
     }
     softmax.clear(kIsPlain ? params.scale : variant_params.unit);
     if constexpr (!kIsPlain) {
-      this->begin(variant_params, work.sequence.batch, work.head, keys.lane_row(), keys.mask());
+      this->begin(variant_params, work.sequence.batch, work.head, keys.lane_row(), keys.mask(),
+                  this->bias_piece(storage));
+      this->fetch_bias(storage, work, keys, keys.tiles().visit.end - 1);  // with the first K
     }
     if constexpr (Variant::kMasks) {
       static_assert(kPartlySeen);
@@ -117,6 +119,7 @@ class ForwardBlock : VariantRows<Config, Variant> {
   PANTILE_DEVICE void change_scores(Scores& s, int n) {
     if constexpr (Variant::kScores) {
       this->score(n, s, softmax.base);
+      this->fetch_next_bias(storage_, keys, n - 1);
     }
   }
 

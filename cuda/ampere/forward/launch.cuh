@@ -156,18 +156,22 @@ Status launch_variant(ForwardParams params, const ForwardPlan& plan, const Varia
   }
   attn::VariantParams variant = forward_variant_params(plan.problem, tensors);
   void* pointers[] = {&params, &variant};
+  const VariantHooks hooks = variant_hooks(plan.problem);
+  const SharedClass device = shared_class(plan.device.smem_optin_bytes);
   const auto launch_for = [&](auto shared) {
     constexpr ForwardTile kTile = forward_tile(kHeadDim, kHeadDimV, kMask, decltype(shared)::value);
     using Config = ForwardConfig<kHeadDim, kHeadDimV, kTile, SoftmaxKind{}>;
     set_steps<Config>(params);
-    return cuda::launch(
-        "ampere forward with a variant",
-        launch_of(plan, plan.blocks, Config::kThreads,
-                  forward_shared_bytes(kTile, kHeadDim, kHeadDimV), stream, &kernel->prepared),
-        kernel->handle, pointers);
+    const int bias_bytes = copies_bias(hooks, kTile, kHeadDim, kHeadDimV, device)
+                               ? bias_tile_bytes(kTile.tile_q, kTile.tile_k)
+                               : 0;
+    return cuda::launch("ampere forward with a variant",
+                        launch_of(plan, plan.blocks, Config::kThreads,
+                                  forward_shared_bytes(kTile, kHeadDim, kHeadDimV) + bias_bytes,
+                                  stream, &kernel->prepared),
+                        kernel->handle, pointers);
   };
-  switch (
-      variant_tile_class(variant_hooks(plan.problem), shared_class(plan.device.smem_optin_bytes))) {
+  switch (variant_tile_class(hooks, device)) {
     case SharedClass::small:
       return launch_for(std::integral_constant<SharedClass, SharedClass::small>());
     case SharedClass::medium:

@@ -84,7 +84,7 @@ Status softmax_rule(const KernelInfo& row, const ForwardProblem& p, const Device
   if (variant_hooks(p).any_score() &&
       (softmax.mode != SoftmaxMode::exact || softmax.tensor_quarters != 0)) {
     return Status::error(StatusCode::unsupported,
-                         "serves softcap, ALiBi and dropout with softmax_mode = exact and "
+                         "serves softcap, ALiBi, bias and dropout with softmax_mode = exact and "
                          "tensor_share = 0 only");
   }
   if (p.wants_max_logit && softmax.mode != SoftmaxMode::exact) {

@@ -9,7 +9,9 @@
 
 #include <cstdint>
 
+#include "ampere/bias.cuh"
 #include "ampere/forward/params.cuh"
+#include "ampere/storage.cuh"
 #include "attn/dropout.cuh"
 #include "attn/variant.cuh"
 #include "pantile/registry.h"
@@ -28,6 +30,7 @@ struct ForwardVariant {
   static constexpr bool kMasks = Scoring::kMasks;  // hides pairs: no tile is visible as a whole
   static constexpr bool kDrops = Dropping::kDrops;
   static constexpr bool kAny = kScores || kDrops;
+  static constexpr int kBiasBytes = Scoring::kSharedBytes;  // of 16 rows (ampere/bias.cuh), or 0
   static_assert(!Scoring::kDrops && !Dropping::kAdds);
 };
 
@@ -75,16 +78,22 @@ class VariantRows<Config, Variant, true> {
   static constexpr int kKeyTiles = Config::kTileK / 8;
 
  protected:
-  // `row`: of the lane's accumulators 0 and 1 of row tile 0, in its sequence.
+  // `row`: of the lane's accumulators 0 and 1 of row tile 0, in its sequence. `bias`: the warp's
+  // piece of a tile of the bias.
   template <class AnyMask>
   PANTILE_DEVICE void begin(const attn::VariantParams& params, int batch, int head, int row,
-                            const AnyMask& mask) {
+                            const AnyMask& mask, std::uint32_t bias) {
     params_ = &params;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const int first = row + 16 * m;
-      const attn::FragmentPlace place{batch,     head,     first, first + mask.shift(),
-                                      mask.rows, mask.keys};
+      const attn::FragmentPlace place{batch,
+                                      head,
+                                      first,
+                                      first + mask.shift(),
+                                      mask.rows,
+                                      mask.keys,
+                                      bias + static_cast<std::uint32_t>(m * Variant::kBiasBytes)};
       scoring_[m].begin(params, place);
       dropping_[m].begin(params, place);
     }
@@ -111,6 +120,43 @@ class VariantRows<Config, Variant, true> {
         base[m][0] = logits.base[0];
         base[m][1] = logits.base[1];
       }
+    }
+  }
+
+  // The warp's piece of a tile of a bias that is copied.
+  template <class Storage>
+  PANTILE_DEVICE static std::uint32_t bias_piece(const Storage& storage) {
+    if constexpr (Variant::kBiasBytes > 0) {
+      return prim::shared_address(storage.bias[prim::fresh_thread_index() / 32]);
+    }
+    return 0;
+  }
+
+  // Starts the copies of its part of key tile n, if that is one of those to visit. They land where
+  // those of the tile's K do: nothing else waits for them.
+  template <class Storage, class Keys>
+  PANTILE_DEVICE void fetch_bias(const Storage& storage, const ForwardWork& work, const Keys& keys,
+                                 int n) const {
+    if constexpr (Variant::kBiasBytes > 0) {
+      using Piece = core::BiasPiece<Config::kWarpRows, Config::kTileK>;
+      static_assert(Piece::kBytes == kRowTiles * Variant::kBiasBytes);
+      if (n >= keys.tiles().visit.begin) {
+        const int row = work.row0 + prim::fresh_thread_index() / 32 * Config::kWarpRows;
+        const auto& mask = keys.mask();
+        const BiasPlace at{work.sequence.batch, work.head, row,
+                           n * Config::kTileK,  mask.rows, mask.keys};
+        copy_bias<Piece>(*params_, at, bias_piece(storage));
+      }
+    }
+  }
+
+  // The next tile's takes the place of the one that score() has read, which no other warp does.
+  template <class Storage, class Keys>
+  PANTILE_DEVICE void fetch_next_bias(const Storage& storage, const Keys& keys, int n) const {
+    if constexpr (Variant::kBiasBytes > 0) {
+      __syncwarp();
+      fetch_bias(storage, storage.work, keys, n);
+      prim::commit_copies();
     }
   }
 

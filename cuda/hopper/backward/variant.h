@@ -14,8 +14,8 @@ namespace pantile::hopper {
 // Where the main kernel leaves the gradient of the bias.
 inline float* bias_gradient(const BackwardProblem& problem, const BackwardTensors& tensors,
                             const BackwardWorkspace& workspace, std::uint8_t* memory) {
-  return has_bias_parts(problem) ? reinterpret_cast<float*>(memory + workspace.bias_parts)
-                                 : tensors.variant.bias;
+  return common::has_bias_parts(problem) ? reinterpret_cast<float*>(memory + workspace.bias_parts)
+                                         : tensors.variant.bias;
 }
 
 inline attn::VariantParams backward_variant_params(const BackwardProblem& problem,
@@ -28,11 +28,7 @@ inline attn::VariantParams backward_variant_params(const BackwardProblem& proble
     params.key_tile_count = workspace.key_tile_count;
   }
   if (problem.wants_grad_bias) {
-    const BiasLayout layout = grad_bias_layout(problem);
-    params.grad_bias = bias_gradient(problem, tensors, workspace, memory);
-    params.grad_bias_batch = layout.batch;
-    params.grad_bias_head = layout.head;
-    params.grad_bias_query = layout.query;
+    common::add_bias_gradient(problem, bias_gradient(problem, tensors, workspace, memory), &params);
   }
   for (int i = 0; i < kMaxCaptured && problem.wants_grad_captured != 0; ++i) {
     params.grad_captured[i] = tensors.variant.captured[i];
@@ -55,7 +51,8 @@ inline Status clear_variant_gradients(const BackwardProblem& problem,
     status = clear(memory + workspace.slope_parts, tiles * kSlopeParts * sizeof(float));
   }
   if (status.ok() && problem.wants_grad_bias) {
-    status = clear(bias_gradient(problem, tensors, workspace, memory), grad_bias_bytes(problem));
+    status =
+        clear(bias_gradient(problem, tensors, workspace, memory), common::grad_bias_bytes(problem));
   }
   const CapturedTensor* captured = tensors.forward.variant.score_captured;
   for (int i = 0; i < kMaxCaptured && status.ok(); ++i) {
@@ -71,24 +68,16 @@ inline Status clear_variant_gradients(const BackwardProblem& problem,
 inline Status sum_bias_parts(const BackwardProblem& problem, const BackwardTensors& tensors,
                              const BackwardWorkspace& workspace, const std::uint8_t* memory,
                              cudaStream_t stream) {
-  if (!has_bias_parts(problem)) {
+  if (!common::has_bias_parts(problem)) {
     return Status();
   }
-  const ForwardProblem& forward = problem.forward;
-  const BiasLayout& bias = forward.variant.bias;
-  common::BiasParams params;
-  params.parts = reinterpret_cast<const float*>(memory + workspace.bias_parts);
-  params.pairs = forward.seqlen_q * forward.seqlen_k;
-  params.heads = forward.heads_q;
-  params.batch = forward.batch;
-  params.sums_heads = bias.head == 0;
-  params.sums_batch = bias.batch == 0;
-  params.grad_bias = tensors.variant.bias;
-  const std::int64_t blocks = core::ceil_div<std::int64_t>(params.elements(), common::kBiasThreads);
+  const common::BiasParams params = common::bias_params(
+      problem, reinterpret_cast<const float*>(memory + workspace.bias_parts), tensors.variant.bias);
+  const int blocks = params.blocks();
   if (blocks == 0) {
     return Status();
   }
-  const auto grid = static_cast<unsigned>(core::min_of<std::int64_t>(blocks, 65535));
+  const auto grid = static_cast<unsigned>(blocks);
   return launch_sum_bias({dim3(grid), dim3(common::kBiasThreads), 0, stream}, params);
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/attended.h"
+#include "common/bias.h"
 #include "core/integer_unit.h"
 #include "hopper/backward/config.h"
 #include "pantile/problem.h"
@@ -33,7 +34,8 @@ struct BackwardWorkspace {
   // main kernel starts.
   std::int64_t key_tile_count;
   std::size_t slope_parts;
-  std::size_t bias_parts;  // with has_bias_parts(): float [batch][heads_q][seqlen_q][seqlen_k]
+  std::size_t
+      bias_parts;  // with common::has_bias_parts(): float [batch][heads_q][seqlen_q][seqlen_k]
   std::size_t bytes;
 };
 
@@ -55,15 +57,6 @@ constexpr std::int64_t key_work(const ForwardProblem& problem, int tile_k) {
 // fp32 elements of one tile of dQ: whole fragments of 64 x 64.
 constexpr int dq_tile_floats(int kernel_head_dim) {
   return backward_tile_q(kernel_head_dim) * panels(kernel_head_dim) * kPanel;
-}
-
-// Whether each head of each sequence has a gradient of the bias of its own at first, whose sum is
-// taken in order.
-constexpr bool has_bias_parts(const BackwardProblem& problem) {
-  const ForwardProblem& forward = problem.forward;
-  const BiasLayout& bias = forward.variant.bias;
-  return problem.wants_grad_bias && problem.deterministic &&
-         ((bias.batch == 0 && forward.batch > 1) || (bias.head == 0 && forward.heads_q > 1));
 }
 
 constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem,
@@ -108,12 +101,9 @@ constexpr BackwardWorkspace backward_workspace(const BackwardProblem& problem,
                       static_cast<std::size_t>(forward.heads_q * workspace.key_tile_count) *
                           kSlopeParts * sizeof(float);
   }
-  if (has_bias_parts(problem)) {
+  if (common::has_bias_parts(problem)) {
     workspace.bias_parts = (workspace.bytes + 15) / 16 * 16;
-    workspace.bytes =
-        workspace.bias_parts + static_cast<std::size_t>(forward.batch * forward.heads_q *
-                                                        forward.seqlen_q * forward.seqlen_k) *
-                                   sizeof(float);
+    workspace.bytes = workspace.bias_parts + common::bias_parts_bytes(problem);
   }
   workspace.bytes = (workspace.bytes + kAlign - 1) / kAlign * kAlign;
   return workspace;
