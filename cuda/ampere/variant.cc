@@ -270,7 +270,8 @@ jit::Request forward_request(const ForwardPlan& plan) {
 jit::Request backward_request(const BackwardPlan& plan) {
   const KernelInfo& row = *plan.kernel;
   const VariantHooks hooks = variant_hooks(plan.problem.forward);
-  const SharedClass shared = shared_class(plan.device.smem_optin_bytes);
+  // The kernels around it are compiled ones.
+  const SharedClass shared = compiled_class(plan.device.smem_optin_bytes);
   const bool gradient = plan.problem.wants_grad_alibi;
   const bool behind = hooks.alibi && mask_kind(plan.problem.forward) != MaskKind::causal;
   const std::string text =
@@ -333,7 +334,7 @@ Status VariantKernels::find(const ForwardPlan& plan, void* stream, const jit::Ke
 // Texts with ALiBi differ between a causal mask and another one.
 Status VariantKernels::find(const BackwardPlan& plan, void* stream, const jit::Kernel** kernel) {
   const VariantHooks hooks = variant_hooks(plan.problem.forward);
-  const int index = index_of(hooks, shared_class(plan.device.smem_optin_bytes),
+  const int index = index_of(hooks, compiled_class(plan.device.smem_optin_bytes),
                              mask_kind(plan.problem.forward) == MaskKind::causal,
                              plan.problem.wants_grad_alibi, plan.device);
   const Place place{index, static_cast<std::int64_t>(hooks.score),

@@ -46,7 +46,7 @@ struct VariantHooks {
 
 VariantHooks variant_hooks(const ForwardProblem& problem);
 
-// The tile of a forward with hooks. Dropout holds random bits of 32 keys: beside the scores of 64
+// The tile of a forward with hooks, which is compiled at run time for the GPU that is there. Dropout holds random bits of 32 keys: beside the scores of 64
 // keys at head dim 128 they spill 100 bytes.
 constexpr SharedClass variant_tile_class(const VariantHooks& hooks, SharedClass shared) {
   return hooks.dropout && shared == SharedClass::large ? SharedClass::medium : shared;

@@ -42,7 +42,7 @@ class BackwardCall {
         tensors_(tensors),
         offsets_(backward_workspace(
             plan.problem, plan.kernel->head_dim,
-            backward_tile(plan.kernel->head_dim, shared_class(plan.device.smem_optin_bytes)))),
+            backward_tile(plan.kernel->head_dim, compiled_class(plan.device.smem_optin_bytes)))),
         workspace_(static_cast<std::uint8_t*>(workspace)),
         kernels_(kernels),
         stream_(stream),
@@ -393,15 +393,19 @@ Status launch_backward(const BackwardPlan& plan, const BackwardTensors& tensors,
   } else {
     static VariantKernels kernels;
     const BackwardCall call(plan, tensors, workspace, kernels, static_cast<cudaStream_t>(stream));
-    switch (shared_class(plan.device.smem_optin_bytes)) {
+    switch (compiled_class(plan.device.smem_optin_bytes)) {
       case SharedClass::small:
         return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::small>(call);
       case SharedClass::medium:
         return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::medium>(call);
       case SharedClass::large:
-        return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::large>(call);
+        if constexpr (kAmpereLargeTiles) {
+          return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::large>(call);
+        }
+        break;  // compiled_class() never says so
     }
-    return Status();
+    return Status::error(StatusCode::unavailable, "%s has no tiles for 227 KB of shared memory",
+                         plan.kernel->name);
   }
 }
 
