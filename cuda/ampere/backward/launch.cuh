@@ -277,7 +277,7 @@ class BackwardCall {
 
   // With hooks: a kernel that is compiled at run time, for the same tile.
   Status run_variant(int threads, int bytes, bool repeats) const {
-    const jit::Kernel* kernel = nullptr;
+    const jit::LoadedKernel* kernel = nullptr;
     const Status status = kernels_.find(plan_, stream_, &kernel);
     if (!status.ok()) {
       return status;

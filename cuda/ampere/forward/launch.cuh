@@ -156,7 +156,7 @@ template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
 Status launch_variant(ForwardParams params, const ForwardPlan& plan, const VariantTensors& tensors,
                       cudaStream_t stream) {
   static VariantKernels kernels;  // of the row
-  const jit::Kernel* kernel = nullptr;
+  const jit::LoadedKernel* kernel = nullptr;
   const Status status = kernels.find(plan, stream, &kernel);
   if (!status.ok()) {
     return status;

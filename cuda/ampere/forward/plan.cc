@@ -56,11 +56,11 @@ TileSize tile_of(const KernelInfo& row, const ForwardProblem& p, const DevicePro
     const ForwardTileF32 tile = forward_tile_f32(row.head_dim, p.float32_precision, device_class);
     return TileSize{tile.tile_q, tile.tile_k};
   }
-  const SharedClass shared =
-      hooks.any() ? variant_tile_class(hooks, device_class)
-                  : forward_tile_class(compiled_class(device.smem_optin_bytes),
-                                       forward_softmax(softmax_of(row, p, device)),
-                                       p.seqlen_k > kLongRowKeys);
+  const SharedClass shared = hooks.any()
+                                 ? variant_tile_class(hooks, device_class)
+                                 : forward_tile_class(compiled_class(device.smem_optin_bytes),
+                                                      forward_softmax(softmax_of(row, p, device)),
+                                                      p.seqlen_k > kLongRowKeys);
   const ForwardTile tile = forward_tile(row.head_dim, row.head_dim_v, row.mask, shared);
   return TileSize{tile.tile_q, tile.tile_k};
 }
