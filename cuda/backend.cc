@@ -89,14 +89,14 @@ Status read_device(int index, DeviceProps* props) {
 // belongs to the kernel; setting it twice is harmless.
 Status allow_shared_memory(const void* kernel, int bytes, int device, PreparedDevices& prepared) {
   const std::uint64_t bit = std::uint64_t{1} << (device & 63);
-  if ((prepared.load(std::memory_order_relaxed) & bit) != 0) {
+  if ((__atomic_load_n(&prepared.bits, __ATOMIC_RELAXED) & bit) != 0) {
     return Status();
   }
   const Status status =
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
             "cudaFuncSetAttribute");
   if (status.ok()) {
-    prepared.fetch_or(bit, std::memory_order_relaxed);
+    __atomic_fetch_or(&prepared.bits, bit, __ATOMIC_RELAXED);
   }
   return status;
 }

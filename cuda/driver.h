@@ -5,9 +5,9 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
 
+#include "jit/loaded_kernel.h"
 #include "pantile/status.h"
 
 namespace pantile::cuda {
@@ -20,8 +20,7 @@ TensorMapEncoder tensor_map_encoder(Status* status);
 // Ok, or "what: name: text of the error"; clears the error unless it is sticky.
 Status check(cudaError_t error, const char* what);
 
-// The devices on which a kernel may have the shared memory that it needs, one bit each.
-using PreparedDevices = std::atomic<std::uint64_t>;
+using pantile::PreparedDevices;
 
 // A kernel's launch, without its arguments.
 struct Launch {

@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PUBLIC, CORE = "cpp/include/pantile/", "cpp/core/"
 FAMILY_PLANS = ["cuda/backend.h", "cuda/hopper/plan.h", "cuda/ampere/plan.h"]
 JIT = "cpp/jit/"
+LOADED = f"{JIT}loaded_kernel.h"
 HOST = [PUBLIC, CORE, JIT, "cpp/host/", "cpp/expression/"]
 TILES = ["cuda/tile/", "cuda/prim/", CORE, PUBLIC]
 KERNELS = ["cuda/common/", "cuda/attn/", "cuda/driver.h", *TILES]
@@ -42,7 +43,7 @@ LAYERS = {
     "cuda/decode/": ["cuda/decode/", *KERNELS],
     "cuda/hopper/": ["cuda/hopper/", "cuda/decode/", "cpp/expression/", JIT, *KERNELS],
     "cuda/ampere/": ["cuda/ampere/", "cuda/decode/", "cpp/expression/", JIT, *KERNELS],
-    "cuda/driver.": [PUBLIC],
+    "cuda/driver.": [PUBLIC, LOADED],
     "cuda/backend.": [PUBLIC, "cuda/backend.h", "cuda/driver.h"],
     "python/bindings/": [PUBLIC, "python/bindings/"],
     "tests/consumer/": [PUBLIC],

@@ -6,10 +6,10 @@
 //   compile.h
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <string>
 
+#include "jit/loaded_kernel.h"
 #include "pantile/status.h"
 
 namespace pantile::jit {
@@ -23,18 +23,15 @@ struct Request {
   int arch = 0;  // 90: sm_90a, 80: sm_80
 };
 
-struct Kernel {
-  std::string name;              // of the first request that asked for it
-  const void* handle = nullptr;  // a cudaKernel_t: cuda::launch(name, how, handle, parameters)
-  int registers = 0;             // of a thread
-  int spill_bytes = 0;           // stored by a thread to local memory for want of registers
-  int shared_bytes = 0;          // static shared memory of a block
-  std::string advisories;        // the compiler's remarks on slow code: "C7515", or ""
-  std::string compiler;          // "nvrtc 13.0"
-  std::string origin;            // "shipped: path", "disk: path" or "compiled"
-  double seconds = 0.0;          // to find it: read and load, or compile and load
-  // For Launch::prepared: the devices on which it may have the shared memory that it needs.
-  mutable std::atomic<std::uint64_t> prepared{0};
+struct Kernel : LoadedKernel {
+  std::string name;        // of the first request that asked for it
+  int registers = 0;       // of a thread
+  int spill_bytes = 0;     // stored by a thread to local memory for want of registers
+  int shared_bytes = 0;    // static shared memory of a block
+  std::string advisories;  // the compiler's remarks on slow code: "C7515", or ""
+  std::string compiler;    // "nvrtc 13.0"
+  std::string origin;      // "shipped: path", "disk: path" or "compiled"
+  double seconds = 0.0;    // to find it: read and load, or compile and load
 };
 
 // The kernel, compiled or loaded if it is not yet in memory. It lives as long as the process. Each

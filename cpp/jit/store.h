@@ -2,6 +2,7 @@
 // run it without a GPU or a compiler.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>

@@ -26,6 +26,13 @@ constexpr SharedClass shared_class(int smem_optin_bytes) {
                                                                        : SharedClass::small;
 }
 
+// The class whose tiles the compiled 16-bit kernels have for such a GPU; those compiled at run time
+// and those of fp32 have tiles for every class.
+constexpr SharedClass compiled_class(int smem_optin_bytes) {
+  const SharedClass shared = shared_class(smem_optin_bytes);
+  return shared == SharedClass::large && !kAmpereLargeTiles ? SharedClass::medium : shared;
+}
+
 // How a warp orders the work of one key tile.
 //   sequential  S, then softmax, then O; the exponentials of 16 keys run under the O products of
 //               the 16 keys before them.
@@ -114,6 +121,17 @@ constexpr bool is_trial(ForwardSoftmax softmax) {
 
 constexpr bool softmax_is_built(ForwardSoftmax softmax) {
   return kExperiments || !is_trial(softmax);
+}
+
+// The class whose tile a kernel takes, on a GPU of class `compiled`. Long rows have one tile, for
+// every GPU. Softmax on tensor cores has none for the smallest: no GPU of them takes it by itself,
+// and the tile for 163 KB also runs there, if with fewer blocks at a time.
+constexpr SharedClass forward_tile_class(SharedClass compiled, ForwardSoftmax softmax,
+                                         bool long_rows) {
+  if (softmax == ForwardSoftmax::vector) {
+    return long_rows ? SharedClass::small : compiled;
+  }
+  return compiled == SharedClass::small ? SharedClass::medium : compiled;
 }
 
 inline constexpr int kWorkBytes = 128;  // ForwardWork and BackwardWork (storage.cuh)

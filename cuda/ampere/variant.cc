@@ -1,15 +1,22 @@
 #include "ampere/variant.h"
 
+#include <array>
+#include <atomic>
 #include <cinttypes>
 #include <cmath>
+#include <map>
+#include <mutex>
+#include <string>
 
 #include "ampere/forward/softmax_choice.h"
 #include "ampere/order.h"
 #include "common/expressions.h"
+#include "common/kernel_text.h"
 #include "common/stored_mask.h"
 #include "core/dropout.h"
 #include "core/softmax_state.h"
 #include "expression/print.h"
+#include "jit/kernel.h"
 
 namespace pantile::ampere {
 namespace {
@@ -200,7 +207,9 @@ std::int64_t bias_number(const VariantHooks& hooks) {
          (hooks.bias_alone ? 1 : 0);
 }
 
-// A number below VariantKernels::kTexts. `first`, `second`: what else the texts of a row differ in.
+constexpr int kTexts = 64 * 3 * 8;  // hooks, tiles, and three choices
+
+// A number below kTexts. `first`, `second`: what else the texts of a row differ in.
 int index_of(const VariantHooks& hooks, SharedClass shared, bool first, bool second,
              const DeviceProps& device) {
   const int flags = (hooks.softcap ? 1 : 0) + (hooks.alibi ? 2 : 0) + (hooks.dropout ? 4 : 0) +
@@ -316,7 +325,8 @@ jit::Request forward_request(const ForwardPlan& plan) {
 jit::Request backward_request(const BackwardPlan& plan) {
   const KernelInfo& row = *plan.kernel;
   const VariantHooks hooks = variant_hooks(plan.problem);
-  const SharedClass shared = shared_class(plan.device.smem_optin_bytes);
+  // The kernels around it are compiled ones.
+  const SharedClass shared = compiled_class(plan.device.smem_optin_bytes);
   const BackwardTile tile =
       with_bias_tile(backward_tile(row.head_dim, shared), row.head_dim, row.head_dim_v, shared);
   const bool copied = copies_bias(hooks, tile, row.head_dim, row.head_dim_v, shared);
@@ -349,58 +359,75 @@ jit::Request backward_request(const BackwardPlan& plan) {
   return request;
 }
 
-template <class Plan>
-Status VariantKernels::find_at(const Place& place, const Plan& plan,
-                               jit::Request (*request)(const Plan&), void* stream,
-                               const jit::Kernel** kernel) {
-  const bool rare = place[1] != 0 || place[2] != 0 || place[3] != 0 || place[5] != 0;
-  std::atomic<const jit::Kernel*>& known = known_[place[0]];
-  if (rare) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = rare_.find(place);
-    *kernel = found == rare_.end() ? nullptr : found->second;
-  } else {
-    *kernel = known.load(std::memory_order_acquire);
-  }
-  if (*kernel != nullptr) {
+// `place`: a number below kTexts; the expressions; the mask of tensors; the gradients that are
+// wanted; the bias.
+struct VariantKernels::Known {
+  using Place = std::array<std::int64_t, 6>;
+
+  std::atomic<const jit::Kernel*> common[kTexts]{};
+  std::mutex mutex;  // of the map
+  std::map<Place, const jit::Kernel*> rare;
+
+  template <class Plan>
+  Status find(const Place& place, const Plan& plan, jit::Request (*request)(const Plan&),
+              void* stream, const jit::LoadedKernel** kernel) {
+    const bool is_rare = place[1] != 0 || place[2] != 0 || place[3] != 0 || place[5] != 0;
+    std::atomic<const jit::Kernel*>& known = common[place[0]];
+    const jit::Kernel* found = nullptr;
+    if (is_rare) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      const auto at = rare.find(place);
+      found = at == rare.end() ? nullptr : at->second;
+    } else {
+      found = known.load(std::memory_order_acquire);
+    }
+    if (found == nullptr) {
+      const Status status = jit::find_kernel(request(plan), stream, &found);
+      if (!status.ok()) {
+        return status;
+      }
+      if (is_rare) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        rare[place] = found;
+      } else {
+        known.store(found, std::memory_order_release);
+      }
+    }
+    *kernel = found;
     return Status();
   }
-  const Status status = jit::find_kernel(request(plan), stream, kernel);
-  if (status.ok() && rare) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    rare_[place] = *kernel;
-  } else if (status.ok()) {
-    known.store(*kernel, std::memory_order_release);
-  }
-  return status;
-}
+};
 
-Status VariantKernels::find(const ForwardPlan& plan, void* stream, const jit::Kernel** kernel) {
+VariantKernels::VariantKernels() : known_(new Known) {}
+
+Status VariantKernels::find(const ForwardPlan& plan, void* stream,
+                            const jit::LoadedKernel** kernel) {
   const VariantHooks hooks = variant_hooks(plan.problem);
   const int index = index_of(hooks, shared_class(plan.device.smem_optin_bytes),
                              sums_on_tensor(plan), has_long_rows(plan), plan.device);
-  const Place place{index,
-                    static_cast<std::int64_t>(hooks.score),
-                    static_cast<std::int64_t>(hooks.mask),
-                    mask_number(hooks),
-                    0,
-                    bias_number(hooks)};
-  return find_at(place, plan, forward_request, stream, kernel);
+  const Known::Place place{index,
+                           static_cast<std::int64_t>(hooks.score),
+                           static_cast<std::int64_t>(hooks.mask),
+                           mask_number(hooks),
+                           0,
+                           bias_number(hooks)};
+  return known_->find(place, plan, forward_request, stream, kernel);
 }
 
 // Texts with ALiBi differ between a causal mask and another one.
-Status VariantKernels::find(const BackwardPlan& plan, void* stream, const jit::Kernel** kernel) {
+Status VariantKernels::find(const BackwardPlan& plan, void* stream,
+                            const jit::LoadedKernel** kernel) {
   const VariantHooks hooks = variant_hooks(plan.problem);
-  const int index = index_of(hooks, shared_class(plan.device.smem_optin_bytes),
+  const int index = index_of(hooks, compiled_class(plan.device.smem_optin_bytes),
                              mask_kind(plan.problem.forward) == MaskKind::causal,
                              plan.problem.wants_grad_alibi, plan.device);
-  const Place place{index,
-                    static_cast<std::int64_t>(hooks.score),
-                    static_cast<std::int64_t>(hooks.mask),
-                    mask_number(hooks),
-                    static_cast<std::int64_t>(plan.problem.wants_grad_captured),
-                    bias_number(hooks)};
-  return find_at(place, plan, backward_request, stream, kernel);
+  const Known::Place place{index,
+                           static_cast<std::int64_t>(hooks.score),
+                           static_cast<std::int64_t>(hooks.mask),
+                           mask_number(hooks),
+                           static_cast<std::int64_t>(plan.problem.wants_grad_captured),
+                           bias_number(hooks)};
+  return known_->find(place, plan, backward_request, stream, kernel);
 }
 
 }  // namespace pantile::ampere

@@ -3,20 +3,19 @@
 // hooks that a problem asks for; sinks are in every kernel. No CUDA headers.
 #pragma once
 
-#include <array>
-#include <atomic>
 #include <cstdint>
-#include <map>
-#include <mutex>
-#include <string>
 
 #include "ampere/config.h"
 #include "attn/variant_params.h"
 #include "common/bias.h"
-#include "jit/kernel.h"
+#include "jit/loaded_kernel.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
 #include "pantile/status.h"
+
+namespace pantile::jit {
+struct Request;
+}
 
 namespace pantile::ampere {
 
@@ -53,9 +52,9 @@ struct VariantHooks {
 VariantHooks variant_hooks(const ForwardProblem& problem);
 VariantHooks variant_hooks(const BackwardProblem& problem);
 
-// The tile of a forward with hooks. Dropout holds random bits of 32 keys: beside the scores of 64
-// keys at head dim 128 they spill 100 bytes. A bias spills 8 there, and finds more room in shared
-// memory beside tiles of 32.
+// The tile of a forward with hooks, which is compiled at run time for the GPU that is there.
+// Dropout holds random bits of 32 keys: beside the scores of 64 keys at head dim 128 they spill 100
+// bytes. A bias spills 8 there, and finds more room in shared memory beside tiles of 32.
 constexpr SharedClass variant_tile_class(const VariantHooks& hooks, SharedClass shared) {
   return (hooks.dropout || hooks.has_bias()) && shared == SharedClass::large ? SharedClass::medium
                                                                              : shared;
@@ -89,22 +88,17 @@ jit::Request backward_request(const BackwardPlan& plan);
 // The kernels of one row that are in memory, so that a call need not write their text.
 class VariantKernels {
  public:
+  VariantKernels();
+  VariantKernels(const VariantKernels&) = delete;
+  VariantKernels& operator=(const VariantKernels&) = delete;
+
   // `stream`: see jit::find_kernel.
-  Status find(const ForwardPlan& plan, void* stream, const jit::Kernel** kernel);
-  Status find(const BackwardPlan& plan, void* stream, const jit::Kernel** kernel);
+  Status find(const ForwardPlan& plan, void* stream, const jit::LoadedKernel** kernel);
+  Status find(const BackwardPlan& plan, void* stream, const jit::LoadedKernel** kernel);
 
  private:
-  // A number below kTexts; the expressions; the mask of tensors; the gradients of captured tensors
-  // that are wanted; the bias.
-  using Place = std::array<std::int64_t, 6>;
-  template <class Plan>
-  Status find_at(const Place& place, const Plan& plan, jit::Request (*request)(const Plan&),
-                 void* stream, const jit::Kernel** kernel);
-
-  static constexpr int kTexts = 64 * 3 * 8;  // hooks, tiles, and three choices
-  std::atomic<const jit::Kernel*> known_[kTexts]{};
-  std::mutex mutex_;  // of the map
-  std::map<Place, const jit::Kernel*> rare_;
+  struct Known;
+  Known* const known_;  // never destroyed: calls may come while the process ends
 };
 
 }  // namespace pantile::ampere

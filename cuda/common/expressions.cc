@@ -1,5 +1,7 @@
 #include "common/expressions.h"
 
+#include "common/kernel_text.h"
+
 #include "core/softmax_state.h"
 #include "expression/print.h"
 

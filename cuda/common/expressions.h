@@ -1,9 +1,6 @@
-// Host half of expressions (cpp/expression) on both GPU families: the structs that the text of a
-// kernel needs for them, and what the kernel is told. No CUDA headers.
+// Host half of expressions (cpp/expression) on both GPU families: what a kernel is told of them.
+// Their text is in kernel_text.h. No CUDA headers.
 #pragma once
-
-#include <cstdint>
-#include <string>
 
 #include "attn/variant_params.h"
 #include "pantile/problem.h"
@@ -21,12 +18,5 @@ bool has_raw_score(const Variant& variant);
 // scores.
 void add_expressions(const Variant& variant, float scale, const VariantTensors& tensors,
                      attn::VariantParams* params);
-
-// The structs of the expressions in namespace attn, or nothing without any. `exact`: of functions
-// that have a fast form. `gradients`: of what the score captures, as
-// BackwardProblem::wants_grad_captured.
-std::string forward_expressions(Expression score, Expression mask, bool exact);
-std::string backward_expressions(Expression score, Expression mask, bool exact,
-                                 std::uint32_t gradients);
 
 }  // namespace pantile::common

@@ -1,5 +1,7 @@
 #include "common/stored_mask.h"
 
+#include "common/kernel_text.h"
+
 #include <cstdint>
 
 namespace pantile::common {

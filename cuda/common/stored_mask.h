@@ -2,8 +2,6 @@
 // told of them. No CUDA headers.
 #pragma once
 
-#include <string>
-
 #include "attn/tile_mask.h"
 #include "pantile/problem.h"
 
@@ -13,8 +11,5 @@ namespace pantile::common {
 bool has_clauses(const Variant& variant);
 
 attn::MaskParams mask_params(const ForwardProblem& problem, const VariantTensors& tensors);
-
-// "attn::StoredMask<3, false>", of a problem with such a mask.
-std::string stored_mask_type(std::uint32_t forms, bool clauses);
 
 }  // namespace pantile::common

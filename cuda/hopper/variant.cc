@@ -47,36 +47,6 @@ VariantHooks variant_hooks(const BackwardProblem& problem) {
   return hooks;
 }
 
-std::string variant_name(const VariantHooks& hooks) {
-  const struct {
-    bool on;
-    const char* name;
-  } parts[] = {{hooks.softcap, "softcap"},
-               {hooks.bias != BiasForm::none, "bias"},
-               {hooks.alibi, "alibi"},
-               {hooks.dropout, "dropout"},
-               {(hooks.mask_forms & kMaskBlocks) != 0, "blocks"},
-               {(hooks.mask_forms & kMaskElements) != 0, "elements"},
-               {(hooks.mask_forms & kMaskDocuments) != 0, "documents"},
-               {(hooks.mask_forms & kMaskPrefix) != 0, "prefix"},
-               {hooks.mask_clauses, "clauses"},
-               {hooks.score != Expression::none, "score"},
-               {hooks.mask != Expression::none, "mask"},
-               {hooks.grad_alibi, "grad_alibi"},
-               {hooks.grad_bias, "grad_bias"},
-               {hooks.grad_captured != 0, "grad_captured"},
-               {hooks.keys == KeyPlace::ranges, "k_begin"},
-               {hooks.keys == KeyPlace::pages, "block_table"},
-               {hooks.shift, "mask_shift"}};
-  std::string name;
-  for (const auto& part : parts) {
-    if (part.on) {
-      name += (name.empty() ? "" : "+") + std::string(part.name);
-    }
-  }
-  return name;
-}
-
 namespace {
 
 Status captured_rule(const BackwardProblem& problem) {

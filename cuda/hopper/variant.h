@@ -3,22 +3,21 @@
 // hooks that a problem asks for; sinks are in every kernel. No CUDA headers.
 #pragma once
 
-#include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <map>
-#include <mutex>
-#include <string>
 
 #include "attn/variant_params.h"
 #include "common/bias.h"
 #include "hopper/forward/config.h"
-#include "jit/kernel.h"
+#include "jit/loaded_kernel.h"
 #include "pantile/plan.h"
 #include "pantile/problem.h"
 #include "pantile/registry.h"
 #include "pantile/status.h"
+
+namespace pantile::jit {
+struct Request;
+}
 
 namespace pantile::hopper {
 
@@ -76,9 +75,6 @@ constexpr bool needs_exact_softcap(DType dtype) {
   return dtype == DType::f16;
 }
 
-// "softcap+dropout", for messages.
-std::string variant_name(const VariantHooks& hooks);
-
 // Whether a backward starts from scores without the row's LSE.
 bool takes_raw_scores(const Variant& variant);
 
@@ -101,54 +97,18 @@ bool needs_other_shape(const VariantHooks& hooks, int kernel_head_dim);
 // in: a look-up is faster than the text that find_kernel() wants.
 class VariantKernels {
  public:
-  // `form` 0 or 1: the shape of a forward, or how a backward sums dQ.
-  template <class Plan>
-  Status find(const Plan& plan, int form, void* stream, const jit::Kernel** kernel) {
-    const VariantHooks hooks = variant_hooks(plan.problem);
-    const int number = form * kVariantKernels + hooks.index();
-    if (hooks.has_expressions() || hooks.mask_forms != 0) {
-      return find_rare(plan, hooks, number, stream, kernel);
-    }
-    std::atomic<const jit::Kernel*>& known = kernels_[number];
-    *kernel = known.load(std::memory_order_acquire);
-    if (*kernel != nullptr) {
-      return Status();
-    }
-    const Status status = jit::find_kernel(variant_request(plan), stream, kernel);
-    if (status.ok()) {
-      known.store(*kernel, std::memory_order_release);
-    }
-    return status;
-  }
+  VariantKernels();
+  VariantKernels(const VariantKernels&) = delete;
+  VariantKernels& operator=(const VariantKernels&) = delete;
+
+  // `form` 0 or 1: the shape of a forward, or how a backward sums dQ. `stream`: see
+  // jit::find_kernel.
+  Status find(const ForwardPlan& plan, int form, void* stream, const jit::LoadedKernel** kernel);
+  Status find(const BackwardPlan& plan, int form, void* stream, const jit::LoadedKernel** kernel);
 
  private:
-  // Those with a mask or expressions: few of many.
-  template <class Plan>
-  Status find_rare(const Plan& plan, const VariantHooks& hooks, int number, void* stream,
-                   const jit::Kernel** kernel) {
-    const std::array<std::int64_t, 5> key{
-        number, hooks.mask_forms * 2 + (hooks.mask_clauses ? 1 : 0),
-        static_cast<std::int64_t>(hooks.score), static_cast<std::int64_t>(hooks.mask),
-        hooks.grad_captured};
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      const auto known = rare_.find(key);
-      if (known != rare_.end()) {
-        *kernel = known->second;
-        return Status();
-      }
-    }
-    const Status status = jit::find_kernel(variant_request(plan), stream, kernel);
-    if (status.ok()) {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      rare_[key] = *kernel;
-    }
-    return status;
-  }
-
-  std::atomic<const jit::Kernel*> kernels_[2 * kVariantKernels] = {};
-  std::mutex mutex_;  // of the map
-  std::map<std::array<std::int64_t, 5>, const jit::Kernel*> rare_;
+  struct Known;
+  Known* const known_;  // never destroyed: calls may come while the process ends
 };
 
 // All but the gradients.

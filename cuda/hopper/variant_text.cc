@@ -1,11 +1,17 @@
-// The texts of kernels with hooks, which NVRTC compiles.
-#include "common/expressions.h"
-#include "common/stored_mask.h"
+// The texts of kernels with hooks, which NVRTC compiles, and the kernels that are in memory.
+#include <array>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "common/kernel_text.h"
 #include "expression/print.h"
 #include "hopper/backward/config.h"
 #include "hopper/forward/config.h"
 #include "hopper/mask.h"
 #include "hopper/variant.h"
+#include "jit/kernel.h"
 
 namespace pantile::hopper {
 namespace {
@@ -113,6 +119,37 @@ constexpr const char* kVariantEntry = "pantile_variant";
 constexpr const char* kOpening = "namespace pantile::hopper {\n";
 constexpr const char* kClosing = "}  // namespace pantile::hopper\n";
 
+// "softcap+dropout", for messages.
+std::string variant_name(const VariantHooks& hooks) {
+  const struct {
+    bool on;
+    const char* name;
+  } parts[] = {{hooks.softcap, "softcap"},
+               {hooks.bias != BiasForm::none, "bias"},
+               {hooks.alibi, "alibi"},
+               {hooks.dropout, "dropout"},
+               {(hooks.mask_forms & kMaskBlocks) != 0, "blocks"},
+               {(hooks.mask_forms & kMaskElements) != 0, "elements"},
+               {(hooks.mask_forms & kMaskDocuments) != 0, "documents"},
+               {(hooks.mask_forms & kMaskPrefix) != 0, "prefix"},
+               {hooks.mask_clauses, "clauses"},
+               {hooks.score != Expression::none, "score"},
+               {hooks.mask != Expression::none, "mask"},
+               {hooks.grad_alibi, "grad_alibi"},
+               {hooks.grad_bias, "grad_bias"},
+               {hooks.grad_captured != 0, "grad_captured"},
+               {hooks.keys == KeyPlace::ranges, "k_begin"},
+               {hooks.keys == KeyPlace::pages, "block_table"},
+               {hooks.shift, "mask_shift"}};
+  std::string name;
+  for (const auto& part : parts) {
+    if (part.on) {
+      name += (name.empty() ? "" : "+") + std::string(part.name);
+    }
+  }
+  return name;
+}
+
 // All but the text.
 jit::Request request_of(const KernelInfo& row, const VariantHooks& hooks) {
   jit::Request request;
@@ -172,6 +209,70 @@ jit::Request variant_request(const BackwardPlan& plan) {
       ", kSum, kHooks, " + walk_type(hooks, "ListRows", "SpanRows") +
       ">(maps, params, variant);\n" + "}\n" + kClosing;
   return request;
+}
+
+struct VariantKernels::Known {
+  std::atomic<const jit::Kernel*> common[2 * kVariantKernels]{};
+  std::mutex mutex;  // of the map
+  // Those with a mask of tensors or expressions: few of many.
+  std::map<std::array<std::int64_t, 5>, const jit::Kernel*> rare;
+
+  template <class Plan>
+  Status find(const Plan& plan, int form, void* stream, const jit::LoadedKernel** kernel) {
+    const VariantHooks hooks = variant_hooks(plan.problem);
+    const int number = form * kVariantKernels + hooks.index();
+    if (hooks.has_expressions() || hooks.mask_forms != 0) {
+      return find_rare(plan, hooks, number, stream, kernel);
+    }
+    std::atomic<const jit::Kernel*>& known = common[number];
+    const jit::Kernel* found = known.load(std::memory_order_acquire);
+    if (found == nullptr) {
+      const Status status = jit::find_kernel(variant_request(plan), stream, &found);
+      if (!status.ok()) {
+        return status;
+      }
+      known.store(found, std::memory_order_release);
+    }
+    *kernel = found;
+    return Status();
+  }
+
+  template <class Plan>
+  Status find_rare(const Plan& plan, const VariantHooks& hooks, int number, void* stream,
+                   const jit::LoadedKernel** kernel) {
+    const std::array<std::int64_t, 5> key{
+        number, hooks.mask_forms * 2 + (hooks.mask_clauses ? 1 : 0),
+        static_cast<std::int64_t>(hooks.score), static_cast<std::int64_t>(hooks.mask),
+        hooks.grad_captured};
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      const auto known = rare.find(key);
+      if (known != rare.end()) {
+        *kernel = known->second;
+        return Status();
+      }
+    }
+    const jit::Kernel* found = nullptr;
+    const Status status = jit::find_kernel(variant_request(plan), stream, &found);
+    if (status.ok()) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      rare[key] = found;
+      *kernel = found;
+    }
+    return status;
+  }
+};
+
+VariantKernels::VariantKernels() : known_(new Known) {}
+
+Status VariantKernels::find(const ForwardPlan& plan, int form, void* stream,
+                            const jit::LoadedKernel** kernel) {
+  return known_->find(plan, form, stream, kernel);
+}
+
+Status VariantKernels::find(const BackwardPlan& plan, int form, void* stream,
+                            const jit::LoadedKernel** kernel) {
+  return known_->find(plan, form, stream, kernel);
 }
 
 }  // namespace pantile::hopper

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ampere/forward/softmax_choice.h"
+#include "ampere/plan.h"
 #include "build_options.h"
 #include "host/kernel_table.h"
 #include "problems.h"
@@ -85,6 +86,27 @@ TEST(BuildOptions, AutomaticTakesNoTrial) {
     }
   }
   EXPECT_GT(rows, 0);
+}
+
+// Tiles for 227 KB are compiled where a GPU that has so much runs them; elsewhere those for 163 KB
+// take their place, in the plan too.
+TEST(BuildOptions, LargeTilesOfAmpere) {
+  using ampere::SharedClass;
+  EXPECT_TRUE(kAmpereLargeTiles || !kAmpereOnHopper);
+  EXPECT_EQ(ampere::compiled_class(101376), SharedClass::small);
+  EXPECT_EQ(ampere::compiled_class(166912), SharedClass::medium);
+  EXPECT_EQ(ampere::compiled_class(232448),
+            kAmpereLargeTiles ? SharedClass::large : SharedClass::medium);
+  const KernelInfo row{"row", Backend::ampere, Pass::forward, DType::bf16, 128,
+                       128,   MaskKind::full,  true};
+  ForwardPlan plan;
+  plan.problem = forward_problem();
+  plan.problem.head_dim = plan.problem.head_dim_v = 128;
+  plan.device = h100();
+  plan.device.compute_major = 10;
+  plan.kernel = &row;
+  ampere::configure_forward(&plan);
+  EXPECT_EQ(plan.tile_k, kAmpereLargeTiles ? 64 : 32);
 }
 
 TEST(BuildOptions, TrialOfTheFp8Exponential) {

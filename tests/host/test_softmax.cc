@@ -153,7 +153,7 @@ TEST(Softmax, ClassesOfLengths) {
 TEST(Softmax, PlansOfEveryGenerationFitItsSharedMemory) {
   for (const Generation& g : kGenerations) {
     const DeviceProps device = device_of(g);
-    const ampere::SharedClass shared = ampere::shared_class(device.smem_optin_bytes);
+    const ampere::SharedClass shared = ampere::compiled_class(device.smem_optin_bytes);
     EXPECT_LE(ampere::shared_class_bytes(shared), device.smem_optin_bytes);
     for (const int head_dim : {32, 64, 96, 128, 192, 256}) {
       for (const bool causal : {false, true}) {
@@ -183,6 +183,43 @@ TEST(Softmax, PlansOfEveryGenerationFitItsSharedMemory) {
         }
       }
     }
+  }
+}
+
+// Long rows have the smallest tile everywhere, softmax on tensor cores has none of 99 KB, and yet
+// every tile fits every GPU that may take it.
+TEST(Softmax, TilesOfLongRowsAndOfTensorCores) {
+  using ampere::ForwardSoftmax;
+  using ampere::SharedClass;
+  constexpr SharedClass kClasses[] = {SharedClass::small, SharedClass::medium, SharedClass::large};
+  for (const SharedClass shared : kClasses) {
+    EXPECT_EQ(ampere::forward_tile_class(shared, ForwardSoftmax::vector, true), SharedClass::small);
+    EXPECT_EQ(ampere::forward_tile_class(shared, ForwardSoftmax::vector, false), shared);
+    const SharedClass tensor = ampere::forward_tile_class(shared, ForwardSoftmax::tensor, false);
+    EXPECT_EQ(tensor, shared == SharedClass::small ? SharedClass::medium : shared);
+    for (const int head_dim : {64, 128}) {
+      for (const MaskKind mask : {MaskKind::full, MaskKind::causal}) {
+        const ampere::ForwardTile tile = ampere::forward_tile(head_dim, head_dim, mask, tensor);
+        EXPECT_LE(ampere::forward_shared_bytes(tile, head_dim, head_dim),
+                  ampere::shared_class_bytes(shared));
+      }
+    }
+  }
+  // The tile for 163 KB of head dim 256 has other rows than the smallest.
+  const KernelInfo row{"row", Backend::ampere, Pass::forward, DType::bf16, 256,
+                       256,   MaskKind::full,  true};
+  for (const std::int64_t keys : {ampere::kLongRowKeys, ampere::kLongRowKeys + 1}) {
+    ForwardPlan plan;
+    plan.problem = problem_of(256, false);
+    plan.problem.seqlen_k = keys;
+    plan.device = a100();
+    plan.kernel = &row;
+    ampere::configure_forward(&plan);
+    const SharedClass shared =
+        keys > ampere::kLongRowKeys ? SharedClass::small : SharedClass::medium;
+    EXPECT_EQ(plan.tile_q, ampere::forward_tile(256, 256, MaskKind::full, shared).tile_q);
+    EXPECT_GE(static_cast<std::int64_t>(plan.blocks) * plan.tile_q,
+              plan.problem.seqlen_q * plan.problem.heads_q * plan.problem.batch);
   }
 }
 

@@ -45,7 +45,7 @@ class BackwardCall {
         tensors_(tensors),
         offsets_(backward_workspace(
             plan.problem, plan.kernel->head_dim,
-            backward_tile(plan.kernel->head_dim, shared_class(plan.device.smem_optin_bytes)))),
+            backward_tile(plan.kernel->head_dim, compiled_class(plan.device.smem_optin_bytes)))),
         workspace_(static_cast<std::uint8_t*>(workspace)),
         kernels_(kernels),
         stream_(stream),
@@ -303,7 +303,7 @@ class BackwardCall {
   // Shared memory of a kernel with hooks; without a bias that it copies, `plain`.
   int variant_bytes(const VariantHooks& hooks, int plain) const {
     const int dims[] = {plan_.kernel->head_dim, plan_.kernel->head_dim_v};
-    const SharedClass shared = shared_class(plan_.device.smem_optin_bytes);
+    const SharedClass shared = compiled_class(plan_.device.smem_optin_bytes);
     const BackwardTile tile =
         with_bias_tile(backward_tile(dims[0], shared), dims[0], dims[1], shared);
     return copies_bias(hooks, tile, dims[0], dims[1], shared)
@@ -314,7 +314,7 @@ class BackwardCall {
 
   // With hooks: a kernel that is compiled at run time, for the same tile.
   Status run_variant(int threads, int bytes, bool repeats) const {
-    const jit::Kernel* kernel = nullptr;
+    const jit::LoadedKernel* kernel = nullptr;
     const Status status = kernels_.find(plan_, stream_, &kernel);
     if (!status.ok()) {
       return status;
@@ -433,15 +433,19 @@ Status launch_backward(const BackwardPlan& plan, const BackwardTensors& tensors,
   } else {
     static VariantKernels kernels;
     const BackwardCall call(plan, tensors, workspace, kernels, static_cast<cudaStream_t>(stream));
-    switch (shared_class(plan.device.smem_optin_bytes)) {
+    switch (compiled_class(plan.device.smem_optin_bytes)) {
       case SharedClass::small:
         return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::small>(call);
       case SharedClass::medium:
         return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::medium>(call);
       case SharedClass::large:
-        return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::large>(call);
+        if constexpr (kAmpereLargeTiles) {
+          return run_backward_tile<kDType, kHeadDim, kHeadDimV, kMask, SharedClass::large>(call);
+        }
+        break;  // compiled_class() never says so
     }
-    return Status();
+    return Status::error(StatusCode::unavailable, "%s has no tiles for 227 KB of shared memory",
+                         plan.kernel->name);
   }
 }
 

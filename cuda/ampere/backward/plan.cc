@@ -43,12 +43,12 @@ struct TileSize {
 
 // In fp32 either side is cut into tiles by the launch that owns its gradients.
 TileSize tile_of(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {
-  const SharedClass shared = shared_class(device.smem_optin_bytes);
   if (row.dtype == DType::f32) {
+    const SharedClass shared = shared_class(device.smem_optin_bytes);
     const int own = backward_tile_f32(row.head_dim, p.float32_precision, shared).own;
     return TileSize{own, own};
   }
-  const BackwardTile tile = backward_tile(row.head_dim, shared);
+  const BackwardTile tile = backward_tile(row.head_dim, compiled_class(device.smem_optin_bytes));
   return TileSize{tile.tile_q, tile.tile_k};
 }
 
@@ -56,7 +56,7 @@ TileSize tile_of(const KernelInfo& row, const ForwardProblem& p, const DevicePro
 BackwardWorkspace workspace_of(const KernelInfo& row, const BackwardProblem& problem,
                                const DeviceProps& device) {
   return backward_workspace(problem, row.head_dim,
-                            backward_tile(row.head_dim, shared_class(device.smem_optin_bytes)));
+                            backward_tile(row.head_dim, compiled_class(device.smem_optin_bytes)));
 }
 
 std::int64_t row_tile_count(const KernelInfo& row, const BackwardProblem& problem,

@@ -102,42 +102,49 @@ Status launch_forward_tile(ForwardParams params, const ForwardPlan& plan, cudaSt
       params);
 }
 
+// One kernel for all masks and GPUs: full and causal masks are windows too, and differ from them at
+// the edges of a row only.
+template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
+Status launch_long_rows(const ForwardParams& params, const ForwardPlan& plan, cudaStream_t stream) {
+  constexpr ForwardSoftmax kSoftmax = ForwardSoftmax::vector;
+  constexpr SharedClass kShared = forward_tile_class(SharedClass::large, kSoftmax, true);
+  constexpr MaskKind kLong = kMask == MaskKind::any ? kMask : MaskKind::window;
+  constexpr ForwardTile kTile = forward_tile(kHeadDim, kHeadDimV, kLong, kShared);
+  static_assert(kTile.tile_q == forward_tile(kHeadDim, kHeadDimV, kMask, kShared).tile_q,
+                "the plan counts tiles of this many rows");
+  return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kLong, kTile, kSoftmax, true>(
+      params, plan, stream);
+}
+
 // The kernel of one kind of softmax, if the row and this build have it.
 template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask, ForwardSoftmax kSoftmax>
 Status launch_softmax(const ForwardParams& params, const ForwardPlan& plan, cudaStream_t stream) {
   if constexpr (has_softmax(kDType, kHeadDim, kHeadDimV, kMask, kSoftmax) &&
                 softmax_is_built(kSoftmax)) {
-    const auto launch_for = [&](auto shared) {
-      // A trial has two tiles at most: the one of 163 KB also runs, if not as well, with 99 KB.
-      constexpr SharedClass kShared =
-          is_trial(kSoftmax) && decltype(shared)::value == SharedClass::small
-              ? SharedClass::medium
-              : decltype(shared)::value;
+    if constexpr (kSoftmax == ForwardSoftmax::vector) {
+      if (plan.problem.seqlen_k > kLongRowKeys) {
+        return launch_long_rows<kDType, kHeadDim, kHeadDimV, kMask>(params, plan, stream);
+      }
+    }
+    const auto launch_for = [&](auto compiled) {
+      constexpr SharedClass kCompiled = decltype(compiled)::value;
+      constexpr SharedClass kShared = forward_tile_class(kCompiled, kSoftmax, false);
       constexpr ForwardTile kTile = forward_tile(kHeadDim, kHeadDimV, kMask, kShared);
       static_assert(forward_shared_bytes(kTile, kHeadDim, kHeadDimV) <=
-                    shared_class_bytes(decltype(shared)::value));
-      if constexpr (kSoftmax == ForwardSoftmax::vector) {
-        if (plan.problem.seqlen_k > kLongRowKeys) {
-          // One kernel for all masks: full and causal ones are windows too, and differ from them at
-          // the edges of a row only.
-          constexpr MaskKind kLong = kMask == MaskKind::any ? kMask : MaskKind::window;
-          constexpr ForwardTile kLongTile = forward_tile(kHeadDim, kHeadDimV, kLong, kShared);
-          static_assert(kLongTile.tile_q == kTile.tile_q,
-                        "the plan counts tiles of this many rows");
-          return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kLong, kLongTile, kSoftmax, true>(
-              params, plan, stream);
-        }
-      }
+                    shared_class_bytes(kCompiled));
       return launch_forward_tile<kDType, kHeadDim, kHeadDimV, kMask, kTile, kSoftmax, false>(
           params, plan, stream);
     };
-    switch (shared_class(plan.device.smem_optin_bytes)) {
+    switch (compiled_class(plan.device.smem_optin_bytes)) {
       case SharedClass::small:
         return launch_for(std::integral_constant<SharedClass, SharedClass::small>());
       case SharedClass::medium:
         return launch_for(std::integral_constant<SharedClass, SharedClass::medium>());
       case SharedClass::large:
-        return launch_for(std::integral_constant<SharedClass, SharedClass::large>());
+        if constexpr (kAmpereLargeTiles) {
+          return launch_for(std::integral_constant<SharedClass, SharedClass::large>());
+        }
+        break;  // compiled_class() never says so
     }
   }
   return Status::error(StatusCode::unavailable, "%s is not built with softmax kind %d",
@@ -149,7 +156,7 @@ template <DType kDType, int kHeadDim, int kHeadDimV, MaskKind kMask>
 Status launch_variant(ForwardParams params, const ForwardPlan& plan, const VariantTensors& tensors,
                       cudaStream_t stream) {
   static VariantKernels kernels;  // of the row
-  const jit::Kernel* kernel = nullptr;
+  const jit::LoadedKernel* kernel = nullptr;
   const Status status = kernels.find(plan, stream, &kernel);
   if (!status.ok()) {
     return status;

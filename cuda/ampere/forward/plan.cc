@@ -28,34 +28,6 @@ Status layout_rules(const ForwardProblem& p) {
   return Status();
 }
 
-struct TileSize {
-  int q, k;
-};
-
-TileSize tile_of(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {
-  const SharedClass shared =
-      variant_tile_class(variant_hooks(p), shared_class(device.smem_optin_bytes));
-  if (row.dtype == DType::f32) {
-    const ForwardTileF32 tile = forward_tile_f32(row.head_dim, p.float32_precision, shared);
-    return TileSize{tile.tile_q, tile.tile_k};
-  }
-  const ForwardTile tile = forward_tile(row.head_dim, row.head_dim_v, row.mask, shared);
-  return TileSize{tile.tile_q, tile.tile_k};
-}
-
-// Blocks are numbered with 31 bits.
-Status count_rule(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {
-  const int tile_q = tile_of(row, p, device).q;
-  const std::int64_t tiles = core::ceil_div<std::int64_t>(p.seqlen_q, tile_q);
-  if (!core::TileOrder::fits(tiles, p.heads_q, p.batch)) {
-    return Status::error(StatusCode::unsupported,
-                         "has 31-bit tile numbers: batch %" PRId64 " x heads_q %" PRId64
-                         " x %" PRId64 " tiles of rows are too many",
-                         p.batch, p.heads_q, tiles);
-  }
-  return Status();
-}
-
 // The caller's, or what was measured here for such calls, or the table's.
 SoftmaxOptions softmax_of(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device,
                           const char** source = nullptr) {
@@ -71,6 +43,39 @@ SoftmaxOptions softmax_of(const KernelInfo& row, const ForwardProblem& p, const 
     *source = from;
   }
   return softmax;
+}
+
+struct TileSize {
+  int q, k;
+};
+
+TileSize tile_of(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {
+  const VariantHooks hooks = variant_hooks(p);
+  const SharedClass device_class = shared_class(device.smem_optin_bytes);
+  if (row.dtype == DType::f32) {
+    const ForwardTileF32 tile = forward_tile_f32(row.head_dim, p.float32_precision, device_class);
+    return TileSize{tile.tile_q, tile.tile_k};
+  }
+  const SharedClass shared = hooks.any()
+                                 ? variant_tile_class(hooks, device_class)
+                                 : forward_tile_class(compiled_class(device.smem_optin_bytes),
+                                                      forward_softmax(softmax_of(row, p, device)),
+                                                      p.seqlen_k > kLongRowKeys);
+  const ForwardTile tile = forward_tile(row.head_dim, row.head_dim_v, row.mask, shared);
+  return TileSize{tile.tile_q, tile.tile_k};
+}
+
+// Blocks are numbered with 31 bits.
+Status count_rule(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {
+  const int tile_q = tile_of(row, p, device).q;
+  const std::int64_t tiles = core::ceil_div<std::int64_t>(p.seqlen_q, tile_q);
+  if (!core::TileOrder::fits(tiles, p.heads_q, p.batch)) {
+    return Status::error(StatusCode::unsupported,
+                         "has 31-bit tile numbers: batch %" PRId64 " x heads_q %" PRId64
+                         " x %" PRId64 " tiles of rows are too many",
+                         p.batch, p.heads_q, tiles);
+  }
+  return Status();
 }
 
 Status softmax_rule(const KernelInfo& row, const ForwardProblem& p, const DeviceProps& device) {

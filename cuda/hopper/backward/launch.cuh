@@ -325,7 +325,7 @@ class BackwardCall {
     constexpr const char* kName = "the main backward kernel";
     if (hooks_.any()) {
       static VariantKernels kernels;
-      const jit::Kernel* kernel = nullptr;
+      const jit::LoadedKernel* kernel = nullptr;
       status = kernels.find(plan_, kSum == SumKind::integer ? 1 : 0, stream_, &kernel);
       if (!status.ok()) {
         return status;

@@ -150,7 +150,7 @@ inline Status launch_forward_hooks(const ForwardShapes& shapes, const ForwardPla
                                    const ForwardTensors& tensors, void* workspace,
                                    cudaStream_t stream, VariantKernels& kernels) {
   const bool main = plan.tile_q == shapes.main.tile_q() && plan.tile_k == shapes.main.tile_k;
-  const jit::Kernel* kernel = nullptr;
+  const jit::LoadedKernel* kernel = nullptr;
   const Status status = kernels.find(plan, main ? 0 : 1, stream, &kernel);
   if (!status.ok()) {
     return status;

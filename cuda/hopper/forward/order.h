@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <numeric>
 
 #include "core/tile_order.h"
 #include "pantile/problem.h"
@@ -13,8 +12,15 @@ namespace pantile::hopper {
 // Pages of keys are read in pieces that lie in one page and one tile.
 inline constexpr int kPageMultiple = 16;
 
+// The greatest common divisor. std::gcd would bring <numeric> into every .cu of the forward.
 inline int page_chunk(std::int64_t page_size, int tile_k) {
-  return static_cast<int>(std::gcd(page_size, static_cast<std::int64_t>(tile_k)));
+  std::int64_t chunk = tile_k;
+  for (std::int64_t rest = page_size; rest != 0;) {
+    const std::int64_t next = chunk % rest;
+    chunk = rest;
+    rest = next;
+  }
+  return static_cast<int>(chunk);
 }
 
 // Do tiles differ in length? Then blocks claim them one by one from a counter, longest first;
