@@ -141,6 +141,7 @@ const std::map<std::string, Feature>& asking_fields() {
       {".deterministic", Feature::deterministic},
       {".has_grad_lse", Feature::grad_lse},
       {".has_o_low", Feature::o_low},
+      {".key_statistics", Feature::key_statistics},
       {".hadamard", Feature::hadamard},
       {".dequantize", Feature::dequantize},
       {".keep_rotation", Feature::dequantize},

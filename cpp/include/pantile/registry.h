@@ -29,6 +29,7 @@ enum class Feature : std::uint8_t {
   o_low,          // 8 more bits of O
   grad_lse,       // dLSE
   deterministic,  // equal bits from equal inputs
+  key_statistics,  // what a deterministic backward must know of keys, from outside
   smooth_k,       // FP8: K less its mean
   hadamard,       // FP8: rotated Q and K
   dequantize,     // FP8: the numbers of codes
