@@ -81,6 +81,41 @@ PANTILE_HD constexpr bool is_finite_bits(std::uint32_t magnitude_bits) {
   return magnitude_bits < 0x7f800000u;
 }
 
+// Takes a key into bounds: the bits of its max |K_j| and of its ||V_j||.
+PANTILE_HD constexpr void count_key(KeyBounds* bounds, std::uint32_t k, std::uint32_t v) {
+  bounds->max_k = max_of(bounds->max_k, k);
+  bounds->max_v = max_of(bounds->max_v, v);
+  if (k != 0 && is_finite_bits(k)) {
+    ++bounds->keys_k;
+    bounds->exponents_k += magnitude_of(bits_float(k)).exponent;
+  }
+  if (v != 0 && is_finite_bits(v)) {
+    ++bounds->keys_v;
+    bounds->exponents_v += magnitude_of(bits_float(v)).exponent;
+  }
+}
+
+// The bounds of the keys of both, which are disjoint.
+PANTILE_HD constexpr KeyBounds united(const KeyBounds& a, const KeyBounds& b) {
+  return KeyBounds{max_of(a.max_k, b.max_k),
+                   max_of(a.max_v, b.max_v),
+                   a.keys_k + b.keys_k,
+                   a.keys_v + b.keys_v,
+                   a.exponents_k + b.exponents_k,
+                   a.exponents_v + b.exponents_v,
+                   0};
+}
+
+// Of which keys the mean is taken that stands for that of all (common/backward_key_means.cuh): how
+// many, and the place of number `i` among `keys`. Of that many keys all are taken, in order.
+PANTILE_HD constexpr int key_sample_count(int head_dim) {
+  return head_dim <= 128 ? 64 : 32;
+}
+
+PANTILE_HD constexpr std::int64_t key_sample(int i, int samples, std::int64_t keys) {
+  return (2 * i + 1) * keys / (2 * samples);
+}
+
 // How many powers of two the loudest keys stand above the usual ones, K and V together.
 PANTILE_HD constexpr float loudness(const KeyBounds& bounds) {
   const auto above = [](std::uint32_t most, std::int32_t keys, std::int32_t exponents) {

@@ -12,6 +12,7 @@
 
 #include "cpu/items.h"
 #include "cpu/job.h"
+#include "cpu/key_statistics.h"
 #include "cpu/kv_support.h"
 
 namespace pantile::cpu {
@@ -372,6 +373,10 @@ Status run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, vo
                     void*) {
   Status status = check_isa(plan.device);
   if (!status.ok()) {
+    return status;
+  }
+  if (plan.problem.key_statistics == KeyStatistics::written) {
+    write_key_statistics(plan.problem.forward, tensors);
     return status;
   }
   BackwardJob job = backward_job(plan, tensors);

@@ -6,6 +6,7 @@
 #include "cpu/backend.h"
 #include "cpu/items.h"
 #include "cpu/job.h"
+#include "cpu/key_statistics.h"
 
 namespace pantile::cpu {
 
@@ -109,6 +110,10 @@ void configure_reference_backward(BackwardPlan* plan) {
 
 Status reference_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace,
                           void*) {
+  if (plan.problem.key_statistics == KeyStatistics::written) {
+    write_key_statistics(plan.problem.forward, tensors);
+    return Status();
+  }
   const ForwardProblem& problem = plan.problem.forward;
   BackwardJob job = backward_job(plan, tensors);
   clear_outside(job, problem);

@@ -5,6 +5,7 @@ set(PANTILE_CPU_SOURCES
   ${CMAKE_CURRENT_LIST_DIR}/backward_fp8.cc
   ${CMAKE_CURRENT_LIST_DIR}/dequantize.cc
   ${CMAKE_CURRENT_LIST_DIR}/job.cc
+  ${CMAKE_CURRENT_LIST_DIR}/key_statistics.cc
   ${CMAKE_CURRENT_LIST_DIR}/kv.cc
   ${CMAKE_CURRENT_LIST_DIR}/kv_append.cc
   ${CMAKE_CURRENT_LIST_DIR}/kv_reference.cc

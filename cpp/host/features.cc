@@ -64,6 +64,7 @@ const char* feature_name(Feature feature) {
     case Feature::o_low: return "o_low";
     case Feature::grad_lse: return "grad_lse";
     case Feature::deterministic: return "deterministic";
+    case Feature::key_statistics: return "key_statistics";
     case Feature::smooth_k: return "smooth_k";
     case Feature::hadamard: return "hadamard";
     case Feature::dequantize: return "dequantize";

@@ -20,8 +20,11 @@ inline constexpr FeatureSet forward_fp8{Feature::packed, Feature::seqused, Featu
                                         Feature::smooth_k};
 inline constexpr FeatureSet backward_f32{Feature::packed, Feature::seqused, Feature::lse,
                                          Feature::grad_lse, Feature::deterministic};
+// The CPU's: no unit of a sum depends on the keys, and none is refused.
+inline constexpr FeatureSet backward_f32_cpu = backward_f32.with(Feature::key_statistics);
 inline constexpr FeatureSet backward_fp8 = backward_f32.with(Feature::smooth_k);
-inline constexpr FeatureSet backward_16bit = backward_f32.with(Feature::o_low);
+inline constexpr FeatureSet backward_16bit =
+    backward_f32.with(Feature::o_low).with(Feature::key_statistics);
 // What changes scores and weights (variant.h), masks beside the window, and the gradients of the
 // variants' tensors. Each is named by the rows that have it: a set that grows would let rows serve,
 // and ignore, what they lack.

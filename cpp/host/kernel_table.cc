@@ -65,7 +65,7 @@ constexpr KernelInfo cpu_info(const char* name, Backend backend, Pass pass, DTyp
                                                         : feature_sets::forward_16bit))
                         .with(Feature::paged)
                   : feature_sets::with_score_gradients(feature_sets::with_variant_gradients(
-                        f32 ? feature_sets::backward_f32 : feature_sets::backward_16bit))))};
+                        f32 ? feature_sets::backward_f32_cpu : feature_sets::backward_16bit))))};
 }
 
 constexpr ForwardRow cpu_forward(const char* name, DType dtype) {

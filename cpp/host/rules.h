@@ -20,6 +20,7 @@ Status between(const char* name, std::int64_t value, std::int64_t low, std::int6
 // Keys in ranges or pages (validate_keys.cc).
 Status key_places_rule(const ForwardProblem& problem);
 Status pages_rule(const ForwardProblem& problem);
+Status key_statistics_rule(const BackwardProblem& problem);
 
 // The first error of a list, or ok.
 Status first_error(std::initializer_list<Status> list);

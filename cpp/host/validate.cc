@@ -348,9 +348,9 @@ Status fp8_backward_rule(const BackwardProblem& p) {
 }
 
 constexpr Status (*kBackwardRules[])(const BackwardProblem&) = {
-    wants_lse_rule,     forward_only_rule,      has_o_low_rule,     fp8_backward_rule,
-    o_read_rule,        grad_o_layout_rule,     grad_q_layout_rule, grad_k_layout_rule,
-    grad_v_layout_rule, variant_gradients_rule,
+    wants_lse_rule,      forward_only_rule,  has_o_low_rule,         fp8_backward_rule,
+    key_statistics_rule, o_read_rule,        grad_o_layout_rule,     grad_q_layout_rule,
+    grad_k_layout_rule,  grad_v_layout_rule, variant_gradients_rule,
 };
 
 template <class Problem, std::size_t kCount>

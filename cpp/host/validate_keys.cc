@@ -1,4 +1,4 @@
-// Rules for keys that lie in ranges or in pages.
+// Rules for keys that lie in ranges or in pages, and for what is known of keys from outside.
 #include <cinttypes>
 #include <cstdint>
 
@@ -63,6 +63,39 @@ Status pages_rule(const ForwardProblem& p) {
   }
   const std::int64_t least = p.batch > 1 ? p.max_pages : 0;
   return between("table_stride", p.table_stride, least, kMaxReach / (kMaxCount + 1));
+}
+
+Status key_statistics_rule(const BackwardProblem& p) {
+  const char* const name = p.key_statistics == KeyStatistics::given ? "given" : "written";
+  switch (p.key_statistics) {
+    case KeyStatistics::own: return Status();
+    case KeyStatistics::given:
+    case KeyStatistics::written: break;
+    default:
+      return Status::error(kInvalid,
+                           "key_statistics is %d; it must be own (0), given (1) or written (2)",
+                           static_cast<int>(p.key_statistics));
+  }
+  if (!p.deterministic) {
+    return Status::error(kInvalid,
+                         "key_statistics is %s; it must be own unless deterministic is "
+                         "true",
+                         name);
+  }
+  if (p.key_statistics == KeyStatistics::written && p.forward.has_k_begin) {
+    return Status::error(kInvalid,
+                         "key_statistics is written, and has_k_begin is true; it must be "
+                         "false");
+  }
+  if (p.key_statistics == KeyStatistics::written &&
+      (p.forward.window_left != kUnbounded || p.forward.window_right != kUnbounded)) {
+    return Status::error(kInvalid,
+                         "key_statistics is written, and the window is %lld, %lld; it must be "
+                         "unbounded, for statistics of all keys",
+                         static_cast<long long>(p.forward.window_left),
+                         static_cast<long long>(p.forward.window_right));
+  }
+  return Status();
 }
 
 }  // namespace pantile::host

@@ -113,10 +113,39 @@ Status validate_tensors(const ForwardProblem& p, const ForwardTensors& t) {
   return forward_tensors(p, t, false);
 }
 
+namespace {
+
+Status key_statistics_pointer(const BackwardProblem& p, const BackwardTensors& t) {
+  const bool wanted = p.key_statistics != KeyStatistics::own;
+  const bool any = p.forward.batch > 0 && p.forward.heads_k > 0;
+  if (wanted && any && t.key_statistics == nullptr) {
+    return Status::error(kInvalid,
+                         "tensors.key_statistics is null; it must be set because key_statistics "
+                         "is given or written");
+  }
+  if (!wanted && t.key_statistics != nullptr) {
+    return Status::error(kInvalid,
+                         "tensors.key_statistics is set; it must be null because key_statistics "
+                         "is own");
+  }
+  return Status();
+}
+
+}  // namespace
+
 Status validate_tensors(const BackwardProblem& p, const BackwardTensors& t) {
   const bool no_rows = query_shape(p.forward, p.forward.head_dim).empty();
   const bool no_keys = key_shape(p.forward, p.forward.head_dim).empty();
+  if (p.key_statistics == KeyStatistics::written) {
+    return first_error({
+        tensor_pointer("k", t.forward.k, p.forward.k, no_keys),
+        tensor_pointer("v", t.forward.v, p.forward.v, no_keys),
+        sequence_pointers(p.forward, t.forward),
+        key_statistics_pointer(p, t),
+    });
+  }
   return first_error({
+      key_statistics_pointer(p, t),
       forward_tensors(p.forward, t.forward, true),
       tensor_pointer("grad_o", t.grad_o, p.grad_o, no_rows),
       tensor_pointer("grad_q", t.grad_q, p.grad_q, no_rows),

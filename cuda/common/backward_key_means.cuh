@@ -25,6 +25,14 @@ inline constexpr int kMeanThreads = 256;
 inline constexpr int kMeanRounds = 4;   // keys of a group of threads, all on their way
 inline constexpr int kMeanGroups = 16;  // at most: 32 to 64 keys
 
+// Which keys these are is known outside, too (core::key_sample()).
+static_assert(core::key_sample_count(64) ==
+              kMeanRounds * core::min_of(kMeanThreads / 8, kMeanGroups));
+static_assert(core::key_sample_count(128) ==
+              kMeanRounds * core::min_of(kMeanThreads / 16, kMeanGroups));
+static_assert(core::key_sample_count(256) ==
+              kMeanRounds * core::min_of(kMeanThreads / 32, kMeanGroups));
+
 // The leak of a head is taken away if the squared mean is at least this part of the variance: a
 // mean of half a standard deviation.
 inline constexpr float kLargeMean = 0.25f;

@@ -86,7 +86,7 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
                   nb::handle o, nb::handle o_low, nb::handle lse, nb::handle grad_q,
                   nb::handle grad_k, nb::handle grad_v, const Call& call, bool deterministic,
                   nb::handle variant, nb::handle grad_alibi, nb::handle grad_sinks,
-                  nb::handle grad_bias, nb::handle grad_captured) {
+                  nb::handle grad_bias, nb::handle grad_captured, nb::handle key_statistics) {
   Request request = read_request(q, k, v, call);
   read_variant(variant, true, &request);
   const TensorView output = read_tensor(o, "o");
@@ -115,6 +115,10 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
   take_variant_gradients(grad_alibi, grad_sinks, grad_bias, request, &problem, &tensors);
   std::array<float*, kMaxCaptured> captured{};
   take_captured_gradients(grad_captured, request, &captured, &problem, &tensors);
+  if (!key_statistics.is_none()) {
+    take_key_statistics(read_tensor(key_statistics, "key_statistics"), KeyStatistics::given,
+                        request, &problem, &tensors);
+  }
   const std::initializer_list<Operand> operands = {
       {&request.q, &problem.forward.q, kCopyQ}, {&request.k, &problem.forward.k, kCopyK},
       {&request.v, &problem.forward.v, kCopyV}, {&grad_output, &problem.grad_o, kCopyGradO},
@@ -124,6 +128,27 @@ unsigned backward(nb::handle grad_o, nb::handle grad_lse, nb::handle q, nb::hand
     return copies | inexpressible(operands);
   }
   return plan_and_run<BackwardPlan>(request, &problem, tensors, Pass::backward, operands);
+}
+
+// Writes the statistics of the keys of each sequence and head, of which `call` has the lengths
+// twice and no window. As `backward`, it answers with copy bits.
+unsigned key_statistics(nb::handle k, nb::handle v, nb::handle statistics, const Call& call) {
+  Request request = read_request(k, k, v, call);
+  BackwardProblem problem;
+  BackwardTensors tensors;
+  problem.forward = request.problem;
+  problem.forward.wants_lse = true;
+  tensors.forward = request.tensors;
+  problem.grad_o = request.problem.o;
+  problem.grad_q = problem.grad_k = fresh_layout(request.k);
+  problem.grad_v = fresh_layout(request.v);
+  problem.deterministic = true;
+  problem.has_o_low = request.problem.dtype != DType::f32;
+  take_key_statistics(read_tensor(statistics, "statistics"), KeyStatistics::written, request,
+                      &problem, &tensors);
+  return plan_and_run<BackwardPlan>(
+      request, &problem, tensors, Pass::backward,
+      {{&request.k, &problem.forward.k, kCopyK}, {&request.v, &problem.forward.v, kCopyV}});
 }
 
 // ---- explanations ----------------------------------------------------------------------------
@@ -326,7 +351,8 @@ NB_MODULE(_C, module) {
              "o_low"_a.none(), "lse"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a, "call"_a,
              "deterministic"_a, "variant"_a = nb::none(), "grad_alibi"_a = nb::none(),
              "grad_sinks"_a = nb::none(), "grad_bias"_a = nb::none(),
-             "grad_captured"_a = nb::none());
+             "grad_captured"_a = nb::none(), "key_statistics"_a = nb::none());
+  module.def("key_statistics", &py::key_statistics, "k"_a, "v"_a, "statistics"_a, "call"_a);
   module.def("explain", &py::explain, "q"_a, "k"_a, "v"_a, "call"_a, "deterministic"_a,
              "max_logit"_a = false, "output_f32"_a = false, "o_low"_a = false,
              "variant"_a = nb::none(), "gradients"_a = py::WantedGradients{});

@@ -60,4 +60,22 @@ inline void take_gradients(const TensorView& view_q, const TensorView& view_k,
   tensors->grad_v = view_v.data;
 }
 
+// What a deterministic backward reads of the keys, or what it writes (KeyStatistics).
+inline void take_key_statistics(const TensorView& view, KeyStatistics use, const Request& request,
+                                BackwardProblem* problem, BackwardTensors* tensors) {
+  if (view.code != dlpack::kInt || view.bits != 32) {
+    raise_type_error("%s has dtype %s; it must be int32", view.name,
+                     dtype_text(view.code, view.bits).c_str());
+  }
+  require_same_device(view, request.k);
+  const ForwardProblem& forward = request.problem;
+  require_shape(view, {forward.batch, forward.heads_k, key_statistics_ints(forward)});
+  if (!view.contiguous()) {
+    raise_value_error("%s has strides %s; it must be contiguous", view.name,
+                      shape_text(view.stride, view.rank).c_str());
+  }
+  problem->key_statistics = use;
+  tensors->key_statistics = static_cast<std::int32_t*>(view.data);
+}
+
 }  // namespace pantile::python

@@ -163,6 +163,7 @@ def backward(
     grad_sinks: Any | None = None,
     grad_bias: Any | None = None,
     grad_captured: tuple[Any | None, ...] | None = None,
+    key_statistics: Any | None = None,
 ) -> int:
     """Copy bits: q 1, k 2, v 4, grad_o 8, o 16, lse 32, grad_lse 64; 128, 256 as in forward.
 
@@ -170,6 +171,16 @@ def backward(
     axis of stride 0.
 
     ``o_low``: as the forward wrote it; contiguous, it is never asked to be copied.
+    ``key_statistics``: of :func:`key_statistics`, in place of those of k and v; int32
+    ``[sequences, heads_k, 8 + head_dim]``, contiguous. Only with ``deterministic``.
+    """
+
+def key_statistics(k: Any, v: Any, statistics: Any, call: Call) -> int:
+    """Writes what a deterministic backward would find out about k and v before its main pass. The
+    call has the lengths of the keys as those of the queries, too, and no window.
+
+    Copy bits: k 2, v 4; 128, 256 as in forward. The bounds of disjoint keys unite: larger maxima
+    (0, 1), sums of the others (2 to 5). 7 says whether the mean behind it is large.
     """
 
 def explain(

@@ -21,6 +21,7 @@ Tensor = torch.Tensor
 # of two, and the alignment that the bindings ask for, in bytes.
 _LOW_SHIFT = {torch.bfloat16: 8, torch.float16: 5}
 _LOW_ALIGN = 16
+_STATISTICS_BOUNDS = 8  # kKeyStatisticsBounds of cpp/include/pantile/problem.h
 
 THREADS_FOLLOW = _runtime.install()
 
@@ -243,13 +244,20 @@ def _run_changed_forward(
     return _unpadded(o, v.shape[-1]), lse, o_low, max_logit
 
 
-def _run_changed_backward(changes, operands, o_low, call, deterministic: bool, variant, into):
+def _run_changed_backward(
+    changes, operands, o_low, call, deterministic: bool, variant, into, statistics
+):
     q, k, v, grad_o, o, lse, grad_lse = operands
     factor, call = _changed_scale(changes, q, call)
     changed_q = q if factor is None else q * factor
     padded = (_padded(changed_q), _padded(k), _padded(v), _padded(o))
     low = None if o_low is None else _padded(o_low)
-    grads = run_backward(_padded(grad_o), grad_lse, *padded, low, lse, call, deterministic, variant)
+    if statistics is not None:  # the mean of what is padded is 0
+        statistics = torch.nn.functional.pad(statistics, (0, padded[1].shape[-1] - k.shape[-1]))
+    grads = run_backward(
+        *(_padded(grad_o), grad_lse, *padded, low, lse, call, deterministic, variant),
+        key_statistics=statistics,
+    )
     grad_q, grad_k, grad_v = (
         _unpadded(x, like.shape[-1]) for x, like in zip(grads, (q, k, v), strict=True)
     )
@@ -278,13 +286,15 @@ def run_backward(
     deterministic: bool,
     variant=(),
     into=None,
+    key_statistics=None,
 ):
     """The gradients of q, k and v.
 
     ``variant``: nothing, or the readable variant and where the gradients of its slopes, sinks and
     bias go, None for those that are not wanted, and a tuple of those for what it captures.
     ``into``: the gradients themselves, of the dtype of q, in any strides that do not overlap, the
-    last one 1.
+    last one 1. ``key_statistics``: of :func:`key_statistics`, of more keys than k and v hold; with
+    ``deterministic``.
     """
     o_low = _readable_low(o_low)
     call = final_call(q, call)
@@ -295,22 +305,46 @@ def run_backward(
     if grads is None:
         grads = (_new_gradient(q), _new_gradient(k), _new_gradient(v))
     copies = _C.backward(
-        grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic, *variant
-    )
+        grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic, *variant,
+        key_statistics=key_statistics,
+    )  # fmt: skip
     if copies:
         names = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
         operands = [q, k, v, grad_o, o, lse, grad_lse]
         while copies:
             if copies >= PAD_HEAD_DIMS:
                 return _run_changed_backward(
-                    copies, operands, o_low, call, deterministic, variant, into
+                    *(copies, operands, o_low, call, deterministic, variant, into),
+                    key_statistics,
                 )
             copy_operands(copies, operands, names)
             q, k, v, grad_o, o, lse, grad_lse = operands
             copies = _C.backward(
-                grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic, *variant
-            )
+                grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic, *variant,
+                key_statistics=key_statistics,
+            )  # fmt: skip
     if _watch.watchers:
         values = variant[0] if variant else None
         _watch.backward(grad_o, grad_lse, q, k, v, o, o_low, lse, call, values, grads)
     return grads
+
+
+def key_statistics(k: Tensor, v: Tensor, call: _C.Call) -> Tensor:
+    """int32 ``[sequences, heads_k, 8 + head_dim]``: what a deterministic backward finds out about
+    the keys of each sequence before its main pass (KeyStatistics of cpp/include/pantile/problem.h).
+
+    ``call``: the packing of the keys as that of the queries, too, without a window.
+    """
+
+    def written(k: Tensor, v: Tensor) -> tuple[int, Tensor]:
+        shape = batch_of(k, call), k.shape[-2], _STATISTICS_BOUNDS + k.shape[-1]
+        statistics = torch.empty(shape, dtype=torch.int32, device=k.device)
+        return _C.key_statistics(k, v, statistics, final_call(k, call)), statistics
+
+    copies, statistics = written(k, v)
+    if copies:
+        columns = statistics.shape[-1]
+        copies, statistics = written(_padded(k.contiguous()), _padded(v.contiguous()))
+        assert copies == 0, copies
+        statistics = statistics[..., :columns].contiguous()
+    return statistics

@@ -10,8 +10,12 @@
 
 namespace {
 
+using pantile::core::bits_float;
+using pantile::core::count_key;
 using pantile::core::float_bits;
 using pantile::core::is_finite_bits;
+using pantile::core::key_sample;
+using pantile::core::key_sample_count;
 using pantile::core::KeyBounds;
 using pantile::core::loudness;
 using pantile::core::Magnitude;
@@ -25,6 +29,7 @@ using pantile::core::slot_of;
 using pantile::core::slot_word;
 using pantile::core::sum;
 using pantile::core::unit_scale;
+using pantile::core::united;
 
 constexpr float kMost = std::numeric_limits<float>::max();
 constexpr float kLeast = std::numeric_limits<float>::denorm_min();
@@ -112,6 +117,68 @@ TEST(IntegerUnit, LoudKeysAreMeasured) {
   EXPECT_FALSE(must_be_measured(KeyBounds{}, 11));
   EXPECT_FALSE(is_finite_bits(float_bits(INFINITY)));
   EXPECT_TRUE(is_finite_bits(float_bits(kMost)));
+}
+
+// Statistics of parts of the keys, in any order, unite to those of all: what several processes know
+// together is what one knows.
+TEST(IntegerUnit, BoundsOfPartsUniteToThoseOfAll) {
+  std::mt19937 random(7);
+  const auto number = [&random] {  // of any exponent; 0, infinity and NaN, too
+    const std::uint32_t kind = static_cast<std::uint32_t>(random() % 16);
+    return kind == 0   ? 0u
+           : kind == 1 ? float_bits(INFINITY)
+           : kind == 2 ? float_bits(NAN) & 0x7fffffffu
+                       : static_cast<std::uint32_t>(random() & 0x7f7fffffu);
+  };
+  for (int repeat = 0; repeat < 200; ++repeat) {
+    KeyBounds all{};
+    KeyBounds parts[3] = {};
+    for (int key = 0; key < 50; ++key) {
+      const std::uint32_t k = number();
+      const std::uint32_t v = number();
+      count_key(&all, k, v);
+      count_key(&parts[random() % 3], k, v);
+    }
+    const KeyBounds both = united(parts[2], united(parts[0], parts[1]));
+    ASSERT_EQ(both.max_k, all.max_k);
+    ASSERT_EQ(both.max_v, all.max_v);
+    ASSERT_EQ(both.keys_k, all.keys_k);
+    ASSERT_EQ(both.keys_v, all.keys_v);
+    ASSERT_EQ(both.exponents_k, all.exponents_k);
+    ASSERT_EQ(both.exponents_v, all.exponents_v);
+    ASSERT_EQ(unit_scale(row_bound(both, magnitude_of(1.0f), 1.0f)),
+              unit_scale(row_bound(all, magnitude_of(1.0f), 1.0f)));
+  }
+}
+
+TEST(IntegerUnit, KeysAreCounted) {
+  KeyBounds bounds{};
+  count_key(&bounds, float_bits(8.0f), float_bits(0.25f));
+  count_key(&bounds, float_bits(0.0f), float_bits(3.0f));
+  count_key(&bounds, float_bits(2.0f), float_bits(INFINITY));
+  EXPECT_EQ(bits_float(bounds.max_k), 8.0f);
+  EXPECT_EQ(bits_float(bounds.max_v), INFINITY);
+  EXPECT_EQ(bounds.keys_k, 2);
+  EXPECT_EQ(bounds.keys_v, 2);
+  EXPECT_EQ(bounds.exponents_k, 3 + 1);
+  EXPECT_EQ(bounds.exponents_v, -2 + 1);
+}
+
+// Evenly spaced, inside, and of as many keys as samples all of them: so means can be taken from a
+// tensor that has the samples alone.
+TEST(IntegerUnit, SamplesOfKeys) {
+  for (const int samples : {key_sample_count(64), key_sample_count(128), key_sample_count(256)}) {
+    for (const std::int64_t keys : {std::int64_t{1}, std::int64_t{100}, std::int64_t{1} << 40}) {
+      for (int i = 0; i < samples; ++i) {
+        const std::int64_t key = key_sample(i, samples, keys);
+        ASSERT_GE(key, 0);
+        ASSERT_LT(key, keys);
+        ASSERT_EQ(key_sample(i, samples, samples), i);
+      }
+    }
+  }
+  EXPECT_EQ(key_sample(1, 64, 640), 15);
+  EXPECT_EQ(key_sample_count(129), 32);
 }
 
 // Both halves are finite as bf16, whatever the row.

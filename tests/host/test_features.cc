@@ -141,6 +141,7 @@ const std::map<std::string, Feature>& asking_fields() {
       {".deterministic", Feature::deterministic},
       {".has_grad_lse", Feature::grad_lse},
       {".has_o_low", Feature::o_low},
+      {".key_statistics", Feature::key_statistics},
       {".hadamard", Feature::hadamard},
       {".dequantize", Feature::dequantize},
       {".keep_rotation", Feature::dequantize},
@@ -268,6 +269,11 @@ TEST(Features, EveryRowListsWhatItsPassHas) {
     EXPECT_EQ(row.features.has(Feature::tree_mask), row.pass == Pass::decode) << row.name;
     EXPECT_EQ(row.features.has(Feature::deterministic), row.pass == Pass::backward) << row.name;
     EXPECT_EQ(row.features.has(Feature::grad_lse), row.pass == Pass::backward) << row.name;
+    // Those of GPUs that sum no dQ in units of the keys would ignore it.
+    const bool on_cpu = row.backend == Backend::cpu || row.backend == Backend::reference;
+    EXPECT_EQ(row.features.has(Feature::key_statistics),
+              row.pass == Pass::backward && (sixteen || (on_cpu && row.dtype == DType::f32)))
+        << row.name;
     const bool rotates = row.pass == Pass::quantize && row.dtype != DType::e4m3;
     EXPECT_EQ(row.features.has(Feature::hadamard), rotates) << row.name;
     EXPECT_EQ(row.features.has(Feature::dequantize), rotates) << row.name;

@@ -251,6 +251,23 @@ const BadBackward kBadBackward[] = {
        p->has_o_low = true;
      },
      "has_o_low is true; it must be false unless dtype is f16 or bf16, it is f32"},
+    {"StatisticsWithoutDeterministic",
+     [](BackwardProblem* p) { p->key_statistics = KeyStatistics::given; },
+     "key_statistics is given; it must be own unless deterministic is true"},
+    {"StatisticsOfAWindow",
+     [](BackwardProblem* p) {
+       p->deterministic = true;
+       p->key_statistics = KeyStatistics::written;
+       p->forward.window_right = 0;
+     },
+     "key_statistics is written, and the window is -1, 0; it must be unbounded, for "
+     "statistics of all keys"},
+    {"StatisticsUnknown",
+     [](BackwardProblem* p) {
+       p->deterministic = true;
+       p->key_statistics = static_cast<KeyStatistics>(3);
+     },
+     "key_statistics is 3; it must be own (0), given (1) or written (2)"},
     {"GradOStride", [](BackwardProblem* p) { p->grad_o.head = -1; },
      "grad_o: stride along head is -1; it must be 0 or more"},
     {"GradQExpanded", [](BackwardProblem* p) { p->grad_q.batch = 0; },

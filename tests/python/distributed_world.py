@@ -288,6 +288,58 @@ def check_random(_: Case) -> str | None:
     return None
 
 
+def check_statistics(case: Case) -> str | None:
+    """Every call of a deterministic backward is given what one process finds out about the keys of
+    whole documents, and the sums of what it is given have the bits of one process."""
+    from pantile._direct import key_statistics
+    from pantile._schema import bind
+    from pantile.distributed import _statistics
+    from pantile.distributed._local import Settings, make_call
+
+    plan, tensors = make_plan(case), whole_tensors(case)
+    batch = case.batch or 1
+    keys = [x if case.batch else x[None] for x in tensors[1:3]]
+    bounds = plan.bounds
+    lengths = torch.tensor([i * bounds[-1] + b for i in range(batch) for b in bounds[1:]])
+    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths)).int()
+    options = pantile.Options()
+    settings = Settings(None, options, True, False)
+    call = bind(make_call(settings, offsets, offsets, max(case.lengths), max(case.lengths),
+                          (-1, -1)))  # fmt: skip
+    whole = key_statistics(*(x.flatten(0, 1) for x in keys), call)
+    whole = whole.unflatten(0, (batch, len(bounds) - 1))
+    mine = [plan.shard(x, dim=1) for x in keys]
+    documents = plan.documents(torch.device("cpu"), batch)
+    table = documents.exchange(*mine)
+    for local in plan.local(torch.device("cpu"), batch):
+        if local is None:
+            continue
+        placed = zip(local.calls, documents.of_calls(local), strict=True)
+        for i, (one, index) in enumerate(placed):
+            found = table.index_select(0, index)
+            entries = range(batch) if local.together == batch else [i // len(local.sequences)]
+            part = i % len(local.sequences)
+            first = sum(local.sequences[:part])
+            names = local.documents[first : first + local.sequences[part]]
+            expected = torch.stack([whole[b, d] for b in entries for d in names])
+            if len(one.call[0]) - 1 != len(found):
+                return f"{len(found)} rows for {len(one.call[0]) - 1} sequences"
+            if not torch.equal(found, expected):
+                return f"statistics of documents {names} differ"
+    if plan.ranks > 1 and max(case.lengths) > plan.tokens and not documents.split:
+        return "no document is split"
+    for document in documents.split:  # the keys of means, as one process samples them
+        first, last = bounds[document : document + 2]
+        places = _statistics.sample_places(last - first, case.dims[0])
+        if not all(0 <= place < last - first for place in places):
+            return f"samples {places} of {last - first} keys"
+    given = dataclasses.replace(case, options=(("deterministic", True),))
+    ours, single = distributed(given, plan, tensors), alone(case, tensors)
+    if not torch.equal(ours[2], rows_of(plan, single)[2]):
+        return "dq differs from that of one process"
+    return None
+
+
 def check_two_plans(case: Case) -> str | None:
     """Two calls in one group whose forwards and backwards are nested, of different methods."""
     halves = dataclasses.replace(case, lengths=case.lengths[::-1], method="heads")

@@ -23,6 +23,7 @@ from distributed_world import (
     check_repeats,
     check_second_derivatives,
     check_silent_peer,
+    check_statistics,
     check_training,
     check_transforms,
     check_two_plans,
@@ -73,7 +74,15 @@ CASES = {
         Case("heads", lengths=(60,), heads=(6, 2)),
     ],
 }
+SKEWED = {"lengths": (1, 7, 900, 0, 300, 55), "packed": True, "dtype": "bfloat16"}
 OTHERS = [
+    (2, check_statistics, Case("exchange", **SKEWED)),
+    (2, check_statistics, Case("gather", lengths=(300,), batch=2, dims=(24, 16))),
+    (3, check_statistics, Case("exchange", **SKEWED, batch=2)),
+    (3, check_statistics, Case("gather", **DOCUMENTS, **BOTH)),
+    (4, check_statistics, Case("gather", **SKEWED)),
+    (8, check_statistics, Case("exchange", **SKEWED, heads=(8, 2))),
+    (8, check_statistics, Case("gather", lengths=(400,), dtype="bfloat16")),
     (2, check_repeats, Case("exchange", **DOCUMENTS)),
     (3, check_repeats, Case("ring", lengths=(150,))),
     (2, check_repeats, Case("gather", lengths=(12, 20), packed=True, heads=(2, 1))),

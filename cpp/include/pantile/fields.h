@@ -139,13 +139,14 @@ constexpr void of_forward(P& problem, F&& f) {
 
 template <class P, class F>
 constexpr void of_backward(P& problem, F&& f) {
-  auto& [forward, deterministic, has_grad_lse, has_o_low, wants_grad_alibi, wants_grad_sinks,
-         wants_grad_bias, wants_grad_captured, grad_captured_elements, grad_o, grad_q, grad_k,
-         grad_v] = problem;
+  auto& [forward, deterministic, has_grad_lse, has_o_low, key_statistics, wants_grad_alibi,
+         wants_grad_sinks, wants_grad_bias, wants_grad_captured, grad_captured_elements, grad_o,
+         grad_q, grad_k, grad_v] = problem;
   of_forward(forward, f);
   f("", "deterministic", deterministic, Feature::deterministic);
   f("", "has_grad_lse", has_grad_lse, Feature::grad_lse);
   f("", "has_o_low", has_o_low, Feature::o_low);
+  f("", "key_statistics", key_statistics, Feature::key_statistics);
   f("", "wants_grad_alibi", wants_grad_alibi, Feature::grad_alibi);
   f("", "wants_grad_sinks", wants_grad_sinks, Feature::grad_sinks);
   f("", "wants_grad_bias", wants_grad_bias, Feature::grad_bias);

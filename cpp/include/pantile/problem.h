@@ -216,6 +216,28 @@ constexpr BiasShape bias_gradient_shape(const ForwardProblem& problem) {
                    bias.query == 0 ? 1 : problem.seqlen_q, problem.seqlen_k};
 }
 
+// Where a deterministic backward of 16-bit attention has its statistics of the keys from: of each
+// sequence and key head the bounds from which the integers of dQ get their unit
+// (core/integer_unit.h), and the mean of some keys (docs/numerics.md). With those of the whole
+// sequence, the backward of a range of rows with the keys that these see has the bits of dQ that
+// the backward of the whole sequence has (docs/design/distributed.md).
+//   own      the keys of the call
+//   given    BackwardTensors::key_statistics, which this call reads
+//   written  there, too: this call writes it, from k and v, and does nothing else. Its queries are
+//            as many as its keys, without a window; the pointers to them are not looked at.
+// Statistics are of one backend and dtype, and of any head dims with equal elements but zeros.
+enum class KeyStatistics : std::uint8_t { own = 0, given, written };
+
+// int32 [batch, heads_k, key_statistics_ints()]: the fields of core::KeyBounds but the last, 0,
+// whether the mean is large, and as bits of floats the mean. Maxima of disjoint keys unite to the
+// larger one, counts and sums of exponents add up, and a mean is that of
+// core::key_sample_count(..) keys at the places core::key_sample(..).
+inline constexpr int kKeyStatisticsBounds = 8;
+
+constexpr std::int64_t key_statistics_ints(const ForwardProblem& problem) {
+  return kKeyStatisticsBounds + problem.head_dim;
+}
+
 // Gradients of the forward problem. dLSE is folded into the row term:
 //   dS = P * (dO V^T - rowsum(dO * O) + dLSE)
 //
@@ -236,6 +258,7 @@ struct BackwardProblem {
   // error, which the Hopper backward takes out of dQ (docs/numerics.md). A backward over some of
   // the keys, with the LSE of all, goes without it.
   bool has_o_low = false;
+  KeyStatistics key_statistics = KeyStatistics::own;  // another one needs deterministic
   // Which gradients of the variant's tensors are wanted. That of the bias has the bias's shape,
   // contiguous: [batch | 1, heads_q | 1, seqlen_q | 1, seqlen_k], 1 where its stride is 0.
   bool wants_grad_alibi = false;
@@ -255,6 +278,7 @@ struct BackwardTensors {
   void* grad_q = nullptr;              // like q
   void* grad_k = nullptr;              // like k
   void* grad_v = nullptr;              // like v
+  std::int32_t* key_statistics = nullptr;  // contiguous; null where the problem's are its own
   VariantGradients variant;
 };
 

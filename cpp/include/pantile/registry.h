@@ -21,18 +21,19 @@ enum class MaskKind : std::uint8_t { full = 0, causal, window, any };
 // of a problem that asks for one says so in fields.h; a row refuses what it does not list.
 enum class Feature : std::uint8_t {
   none = 0,
-  packed,         // sequences of different lengths in one tensor
-  seqused,        // lengths shorter than what is allocated
-  lse,            // written by the forward, read by the backward
-  max_logit,      // the largest score of a head
-  output_f32,     // O that is not rounded
-  o_low,          // 8 more bits of O
-  grad_lse,       // dLSE
-  deterministic,  // equal bits from equal inputs
-  smooth_k,       // FP8: K less its mean
-  hadamard,       // FP8: rotated Q and K
-  dequantize,     // FP8: the numbers of codes
-  softcap,        // of the variant (variant.h), and the gradients of its tensors
+  packed,          // sequences of different lengths in one tensor
+  seqused,         // lengths shorter than what is allocated
+  lse,             // written by the forward, read by the backward
+  max_logit,       // the largest score of a head
+  output_f32,      // O that is not rounded
+  o_low,           // 8 more bits of O
+  grad_lse,        // dLSE
+  deterministic,   // equal bits from equal inputs
+  key_statistics,  // what a deterministic backward must know of keys, from outside
+  smooth_k,        // FP8: K less its mean
+  hadamard,        // FP8: rotated Q and K
+  dequantize,      // FP8: the numbers of codes
+  softcap,         // of the variant (variant.h), and the gradients of its tensors
   alibi,
   sinks,
   bias,

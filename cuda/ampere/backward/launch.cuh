@@ -1,6 +1,7 @@
 // Host side of the backward: from a plan, pointers and lent memory to launches of
 //
-//   1 bound_keys         (deterministic only) maxima of K and V, for the integer scales of dQ
+//   1 bound_keys         (deterministic only) maxima of K and V, for the integer scales of dQ; or a
+//                        copy of those that the caller gives
 //   2 prepare_rows       row terms, zeros in the sums of dQ, means of keys
 //   - sum_sink_gradients (where wanted) gradients of the sinks
 //   3 backward_kernel    dK, dV, the sums of dQ
@@ -26,6 +27,7 @@
 #include "ampere/variant.h"
 #include "common/bias.h"
 #include "common/expressions.h"
+#include "common/key_statistics.cuh"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "pantile/plan.h"
@@ -55,6 +57,9 @@ class BackwardCall {
 
   template <class Config, DType kDType, MaskKind kMask>
   Status run() const {
+    if (problem_.key_statistics == KeyStatistics::written) {
+      return write_key_statistics<Config, kDType>();
+    }
     const int row_blocks = static_cast<int>(offsets_.row_tiles * forward_.heads_q);
     const bool has_rows = row_blocks > 0;
     const bool has_keys = plan_.blocks > 0;
@@ -195,8 +200,9 @@ class BackwardCall {
     params.keys.k = tensors_.forward.k;
     params.keys.k_layout = forward_.k;
     params.keys.head_dim = static_cast<int>(forward_.head_dim);
-    params.key_mean_blocks =
-        params.pass.key_means != nullptr ? static_cast<int>(forward_.batch * forward_.heads_k) : 0;
+    params.key_mean_blocks = params.pass.key_means != nullptr && !gives_statistics()
+                                 ? static_cast<int>(forward_.batch * forward_.heads_k)
+                                 : 0;
     params.o_low = problem_.has_o_low ? tensors_.o_low : nullptr;
     params.o_low_batch_stride = forward_.packed_q ? 0 : forward_.seqlen_q;
     params.head_dim_v = static_cast<int>(forward_.head_dim_v);
@@ -362,34 +368,43 @@ class BackwardCall {
         keys_.cu_seqlens};
   }
 
+  bool gives_statistics() const { return problem_.key_statistics == KeyStatistics::given; }
+
+  common::KeyStatisticsCopy key_statistics() const {
+    return common::KeyStatisticsCopy(forward_, row_pass(), tensors_.key_statistics, stream_);
+  }
+
+  // Of the keys of this call, which has no other result.
+  template <class Config, DType kDType>
+  Status write_key_statistics() const {
+    Status status = bound_keys<kDType>();
+    const PrepareParams params = prepare_params();
+    if (status.ok() && params.key_mean_blocks > 0) {
+      status = cuda::launch("ampere prepare_rows", launch_of(params.key_mean_blocks, kRowThreads),
+                            prepare_rows<Config, kDType>, params);
+    }
+    return status.ok() ? key_statistics().give() : status;
+  }
+
   template <DType kDType>
   Status bound_keys() const {
-    common::KeyBoundsParams params;
-    params.queries = queries_;
-    params.keys = keys_;
-    const std::int64_t counted = forward_.packed_k ? forward_.total_k : forward_.seqlen_k;
-    params.key_tiles = key_tile_numbers(plan_.tile_k);
-    params.heads_k = static_cast<int>(forward_.heads_k);
-    params.window_left = mask_.left;
-    params.window_right = mask_.right;
-    params.k = tensors_.forward.k;
-    params.v = tensors_.forward.v;
-    params.k_layout = forward_.k;
-    params.v_layout = forward_.v;
-    params.head_dim = static_cast<int>(forward_.head_dim);
-    params.head_dim_v = static_cast<int>(forward_.head_dim_v);
-    params.bounds = at<core::KeyBounds>(offsets_.key_bounds);
     const Status status =
         cuda::check(cudaMemsetAsync(at<void>(offsets_.measured), 0,
                                     offsets_.zeroed_end - offsets_.measured, stream_),
                     "cudaMemsetAsync");
-    if (!status.ok()) {
-      return status;
+    if (!status.ok() || gives_statistics()) {
+      return status.ok() ? key_statistics().take() : status;
     }
+    const std::int64_t counted = forward_.packed_k ? forward_.total_k : forward_.seqlen_k;
     const std::int64_t tiles =
         common::tile_numbers(forward_.packed_k, counted, forward_.batch, plan_.tile_k);
+    if (tiles * forward_.heads_k == 0) {
+      return status;
+    }
     return launch_bound_keys<kDType>(
-        launch_of(static_cast<int>(tiles * forward_.heads_k), common::kBoundThreads), params);
+        launch_of(static_cast<int>(tiles * forward_.heads_k), common::kBoundThreads),
+        common::key_bounds_params(forward_, tensors_.forward, row_pass(),
+                                  key_tile_numbers(plan_.tile_k)));
   }
 
   cuda::Launch launch_of(int blocks, int threads) const {

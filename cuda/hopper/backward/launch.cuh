@@ -1,12 +1,12 @@
 // Host half of the backward: turns a plan and pointers into maps and parameters and launches
 //
-//   1 bound_keys         (deterministic only) maxima of K and V, for the integer units of dQ
+//   1 bound_keys         (deterministic only) maxima of K and V, for the integer units of dQ; or a
+//                        copy of those that the caller gives
 //   2 prepare_rows       row terms, zeros in the sum of dQ
 //   3 backward_paired or backward_pipeline
 //   4 finish_rows        dQ
 //   5 settle_units, 3, 4 (deterministic only) again for heads with keys too loud for a bound;
-//   nearly
-//                        always there is none, and none of them does anything
+//                        nearly always there is none, and none of them does anything
 //
 // on one stream. Nothing waits for the GPU or allocates, and all that changes from call to call is
 // passed by value, so that a CUDA graph can capture it.
@@ -15,11 +15,13 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/key_statistics.cuh"
 #include "core/dropout.h"
 #include "core/softmax_state.h"
 #include "driver.h"
 #include "hopper/backward/kernel_paired.cuh"
 #include "hopper/backward/kernel_pipeline.cuh"
+#include "hopper/backward/key_order.h"
 #include "hopper/backward/variant.h"
 #include "hopper/backward/workspace.h"
 #include "hopper/mask_lists.h"
@@ -58,6 +60,9 @@ class BackwardCall {
 
   template <class Config, MaskKind kMask, SumKind kSum>
   Status run() const {
+    if (problem_.key_statistics == KeyStatistics::written) {
+      return write_key_statistics<Config>();
+    }
     Status status =
         hooks_.mask_forms != 0 && main_blocks_ > 0
             ? make_lists(true, forward_, tensors_.forward, backward_lists(plan_), Config::kTileQ,
@@ -70,7 +75,7 @@ class BackwardCall {
       status = bound_keys<Config>();
     }
     if (status.ok()) {
-      status = prepare<Config, kSum>();
+      status = prepare<Config, kSum>(row_blocks());
     }
     if (status.ok() && main_blocks_ > 0) {
       status = run_main<Config, kMask, kSum>(false);
@@ -152,37 +157,47 @@ class BackwardCall {
     return pass;
   }
 
-  template <class Config>
-  Status bound_keys() const {
-    common::KeyBoundsParams params;
-    params.queries = queries_;
-    params.keys = keys_;
-    params.key_tiles = key_tiles_;
-    params.heads_k = static_cast<int>(forward_.heads_k);
-    params.window_left = mask_.left;
-    params.window_right = mask_.right;
-    params.k = tensors_.forward.k;
-    params.v = tensors_.forward.v;
-    params.k_layout = forward_.k;
-    params.v_layout = forward_.v;
-    params.head_dim = static_cast<int>(forward_.head_dim);
-    params.head_dim_v = static_cast<int>(forward_.head_dim_v);
-    params.bounds = at<core::KeyBounds>(offsets_.key_bounds);
-    Status status = cuda::check(cudaMemsetAsync(at<void>(offsets_.measured), 0,
-                                                offsets_.zeroed_end - offsets_.measured, stream_),
-                                "cudaMemsetAsync");
-    if (status.ok()) {
-      cuda::Launch how = launch_of(key_work_, common::kBoundThreads);
-      how.early = false;
-      status = launch_bound_keys<Config::kDType>(how, params);
-    }
-    return status;
+  bool gives_statistics() const { return problem_.key_statistics == KeyStatistics::given; }
+
+  common::KeyStatisticsCopy key_statistics() const {
+    return common::KeyStatisticsCopy(forward_, row_pass(SumKind::integer), tensors_.key_statistics,
+                                     stream_);
   }
 
+  // Of the keys of this call, which has no other result.
+  template <class Config>
+  Status write_key_statistics() const {
+    Status status = bound_keys<Config>();
+    if (status.ok()) {
+      status = prepare<Config, SumKind::integer>(0);
+    }
+    return status.ok() ? key_statistics().give() : status;
+  }
+
+  template <class Config>
+  Status bound_keys() const {
+    const Status status =
+        cuda::check(cudaMemsetAsync(at<void>(offsets_.measured), 0,
+                                    offsets_.zeroed_end - offsets_.measured, stream_),
+                    "cudaMemsetAsync");
+    if (!status.ok() || gives_statistics() || key_work_ == 0) {
+      return status.ok() && gives_statistics() ? key_statistics().take() : status;
+    }
+    cuda::Launch how = launch_of(key_work_, common::kBoundThreads);
+    how.early = false;
+    return launch_bound_keys<Config::kDType>(
+        how, common::key_bounds_params(forward_, tensors_.forward, row_pass(SumKind::integer),
+                                       key_tiles_));
+  }
+
+  // `row_blocks` is that of the call, or 0, for the means of the keys alone.
   template <class Config, SumKind kSum>
-  Status prepare() const {
+  Status prepare(int row_blocks) const {
     common::PrepareParams params;
     params.pass = row_pass(kSum);
+    if (row_blocks == 0) {
+      params.pass.row_tile_count = 0;
+    }
     params.o = tensors_.forward.o;
     params.grad_o = tensors_.grad_o;
     params.o_layout = forward_.o;
@@ -198,12 +213,13 @@ class BackwardCall {
     params.keys.k = tensors_.forward.k;
     params.keys.k_layout = forward_.k;
     params.keys.head_dim = static_cast<int>(forward_.head_dim);
-    params.key_mean_blocks =
-        params.pass.key_means != nullptr ? static_cast<int>(forward_.batch * forward_.heads_k) : 0;
+    params.key_mean_blocks = params.pass.key_means != nullptr && !gives_statistics()
+                                 ? static_cast<int>(forward_.batch * forward_.heads_k)
+                                 : 0;
     constexpr bool kInteger = kSum == SumKind::integer;
     cuda::Launch how =
-        launch_of(core::max_of(row_blocks(), 1) + params.key_mean_blocks, common::kPrepareThreads);
-    how.early = kInteger && key_work_ > 0;  // beside the last blocks of bound_keys
+        launch_of(core::max_of(row_blocks, 1) + params.key_mean_blocks, common::kPrepareThreads);
+    how.early = kInteger && key_work_ > 0 && !gives_statistics();  // beside the last of bound_keys
     return launch_prepare_rows<Config::kDType, Config::kTileQ, threads_per_row(Config::kHeadDimV),
                                kInteger>(how, params);
   }
@@ -233,24 +249,8 @@ class BackwardCall {
 
   template <MaskKind kMask>
   core::TileOrder key_order() const {
-    // Under a causal mask the first keys are seen by the most rows. The heads of a section share
-    // L2: Q, dO and the fp32 dQ of their rows. A section has a tile for every block at least, and
-    // all sections have as many heads, or the last one's longest tiles would start when the other
-    // blocks run out of work.
-    constexpr std::int64_t kSectionBytes = std::int64_t{40} << 20;
-    const int heads = static_cast<int>(forward_.batch * forward_.heads_k);
-    int section = 1;
-    if (kMask == MaskKind::causal || hooks_.mask_forms != 0) {
-      const std::int64_t head_bytes =
-          forward_.seqlen_q * (forward_.heads_q / forward_.heads_k) *
-          (4 * forward_.head_dim + 2 * (forward_.head_dim + forward_.head_dim_v));
-      section = core::max_of(core::heads_per_section(head_bytes, 1, heads, kSectionBytes),
-                             core::ceil_div(main_blocks_, key_tiles_.tiles_per_sequence));
-      section = core::ceil_div(heads, core::max_of(heads / section, 1));
-    }
-    return core::TileOrder(key_tiles_.tiles_per_sequence, static_cast<int>(forward_.heads_k),
-                           static_cast<int>(forward_.batch), section,
-                           core::TileDirection::ascending);
+    return backward_key_order(forward_, key_tiles_.tiles_per_sequence, main_blocks_,
+                              kMask == MaskKind::causal || hooks_.mask_forms != 0);
   }
 
   template <MaskKind kMask>

@@ -112,9 +112,12 @@ class _Request:
             if self.prefetched is not None:
                 self.prefetched.check_way(plan, gathers)
                 groups = self.prefetched.groups
+            # On GPUs float32 is not summed as integers.
+            exact = self.settings.deterministic and not (q.is_cuda and q.dtype is torch.float32)
             job = Job(
                 *(parts, plan.keys.group, gathers, groups, self.settings),
                 *(self.keep_keys, self.return_lse),
+                plan.documents(q.device, q.shape[0]) if exact else None,
             )
             if self.prefetched is not None:
                 job.first = self.prefetched.take()

@@ -20,6 +20,7 @@ import torch
 
 from pantile import _ops
 from pantile.distributed._local import Local, Near, Settings
+from pantile.distributed._statistics import Documents
 from pantile.distributed._transfer import Pending, exchange, gather, sum_rows
 
 Tensor = torch.Tensor
@@ -37,12 +38,29 @@ class Job:
         settings: Settings,
         keep_keys: bool,
         wants_lse: bool,
+        documents: Documents | None = None,
     ) -> None:
         self.near, self.local = parts
         self.share, self.group, self.gathers = self.local.share, group, gathers
         self.head_groups, self.settings = head_groups, settings
         self.keep_keys, self.wants_lse = keep_keys, wants_lse
+        self.documents = documents  # in deterministic mode
         self.first: Pending | None = None  # of a prefetch
+
+    def statistics(self, k: Tensor, v: Tensor) -> Tensor | None:
+        """Of the keys of whole documents, where kernels need them."""
+        if self.documents is None:
+            return None
+        return self.documents.exchange(k, v)
+
+    def statistics_of(
+        self, table: Tensor | None, local: Local, heads: slice | None = None
+    ) -> list[Tensor]:
+        """Of each call of ``local``, of some key heads."""
+        if table is None or self.documents is None:
+            return []
+        some = table if heads is None else table[:, heads]
+        return [some.index_select(0, index) for index in self.documents.of_calls(local)]
 
     def start(self, k: Tensor, v: Tensor, i: int) -> Pending:
         """Keys and values of head group ``i`` of ``[batch, rows, heads, dim]``."""
@@ -124,12 +142,13 @@ class KeyExchange(torch.autograd.Function):
         per_group, near = len(job.local.calls), job.near
         grads_q = []
         pending = None if kept else job.start(k, v, 0)
+        table = job.statistics(k, v)
         if near is None:
             owned = _Owned(job, k, v)
         else:
             near_grad_q, *grads = near.backward(
                 *(grad_o, grad_lse, flat_q, k.flatten(0, 1), v.flatten(0, 1), o),
-                *(lows[:1], lse, job.settings),
+                *(lows[:1], lse, job.settings, job.statistics_of(table, near)),
             )
             owned, lows = _Added(job, *(x.unflatten(0, k.shape[:2]) for x in grads)), lows[1:]
             flat_q, o, grad_o = (x.index_select(0, near.far_rows) for x in (flat_q, o, grad_o))
@@ -148,6 +167,7 @@ class KeyExchange(torch.autograd.Function):
                 *(grad_o[:, heads], None if grad_lse is None else grad_lse[heads]),
                 *(flat_q[:, heads], keys, values, o[:, heads]),
                 *(lows[i * per_group : (i + 1) * per_group], lse[heads], job.settings),
+                job.statistics_of(table, job.local, slice(first, last)),
             )
             grads_q.append(grad_q)
             owned.add(i, job.give_back(job.local.received_gradients(grad_k, grad_v)))

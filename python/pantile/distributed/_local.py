@@ -82,7 +82,9 @@ class Local:
         self.share, self.device, self.batch = share, device, batch
         self.rows, self.key_count = rows_of(share.queries), share.key_count
         # Of one window: all entries of the batch in one call.
-        together = batch if len(share.calls) == 1 else 1
+        self.together = together = batch if len(share.calls) == 1 else 1
+        self.documents = [run.document for run in share.queries]  # of all pieces
+        self.sequences = [len(call.cu_seqlens_q) - 1 for call in share.calls]  # of an entry
         self.calls = [
             self._place(call, first, together)
             for first in range(0, batch, together)
@@ -170,9 +172,11 @@ class Local:
         return torch.cat([o for o, _ in outputs]), torch.cat([x for _, x in outputs], 1), lows
 
     def backward(
-        self, grad_o, grad_lse, q, k, v, o, lows, lse, settings: Settings
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(grad_q, grad_k, grad_v) of what :meth:`forward` computed.
+        self, grad_o, grad_lse, q, k, v, o, lows, lse, settings: Settings,
+        statistics: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(grad_q, grad_k, grad_v) of what :meth:`forward` computed. ``statistics``: of the keys of
+        each call's documents, in deterministic mode.
 
         Float32 on the CPU, so that sums over ranks have the error of one process. GPU kernels write
         16 bits, of sums in float32: each rank's part is rounded once.
@@ -183,14 +187,18 @@ class Local:
             q, k, v, grad_o = (x.float() for x in (q, k, v, grad_o))
             lows = [o_low.new_empty(0) for o_low in lows]
         grads = []
-        for placed, call, o_low in zip(self.calls, self._bound(settings), lows, strict=True):
+        bound = zip(self.calls, self._bound(settings), lows, strict=True)
+        for i, (placed, call, o_low) in enumerate(bound):
             rows, keys = slice(*placed.rows), slice(*placed.keys)
             operands = (
                 *(grad_o[rows], None if grad_lse is None else grad_lse[:, rows]),
                 *(q[rows], k[keys], v[keys], o[rows]),
                 *(o_low if o_low.shape[0] else None, lse[:, rows]),
             )
-            if takes_short_cut((*present(operands), *present(lengths_of(call)))):
+            if statistics:  # no operator has an argument for them
+                given = {"key_statistics": statistics[i]}
+                grads.append(run_backward(*operands, call, True, **given))
+            elif takes_short_cut((*present(operands), *present(lengths_of(call)))):
                 grads.append(run_backward(*operands, call, settings.deterministic))
             else:
                 grads.append(_ops.backward_op(*operands, *call, settings.deterministic))
@@ -225,6 +233,8 @@ class Near(Local):
         self.device, self.batch, self.rows = device, batch, sum(lengths)
         self.key_count = self.rows
         self._last = None
+        self.together, self.documents = batch, [run.document for run in runs]
+        self.sequences = [len(runs)]
         places = list(pairwise(accumulate(lengths, initial=0)))
         others = [place for place, is_near in zip(places, alone, strict=True) if not is_near]
         entries = torch.arange(batch)[:, None] * self.rows

@@ -18,6 +18,7 @@ from pantile.distributed import _layout
 from pantile.distributed._layout import LAYOUTS, Mask, Run
 from pantile.distributed._local import Local, Near
 from pantile.distributed._share import Share, ranges_to_rows
+from pantile.distributed._statistics import Documents
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -120,6 +121,7 @@ class Plan:
         self.ranks = keys.size * heads.size
         self.rank = keys.rank * heads.size + heads.rank
         self._locals: dict[tuple[torch.device, int], tuple[Near | None, Local]] = {}
+        self._documents: dict[tuple[torch.device, int], Documents] = {}
 
     def __repr__(self) -> str:
         return (
@@ -196,6 +198,13 @@ class Plan:
                 near = Near(runs, self._alone, self.mask, device, batch)
             self._locals[device, batch] = near, Local(self.exchanged, device, batch)
         return self._locals[device, batch]
+
+    def documents(self, device: torch.device, batch: int) -> Documents:
+        """What the ranks tell each other of the keys of documents, in deterministic mode."""
+        if (device, batch) not in self._documents:
+            made = Documents(self.share, self.keys.group, device, batch)
+            self._documents[device, batch] = made
+        return self._documents[device, batch]
 
     @functools.cached_property
     def index(self) -> Tensor:
