@@ -255,24 +255,65 @@ class _Attention(torch.autograd.Function):
         grad_lse = grads[0] if wants_lse else None
         if grad_o is None and grad_lse is None:
             return None, None, None, None, None
-        q, k, v, o, o_low, lse, *lengths = ctx.saved_tensors
         if is_compiling():
             call = Call(*fields)
-        if lengths:
-            call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
-        if grad_o is None:
-            grad_o = torch.zeros_like(o)
-        if o.dtype is not q.dtype:  # as the backward takes it, of a forward that gave it in float32
-            o, o_low = split_output(o, q.dtype)
-            grad_o = grad_o.to(q.dtype)
-        # Gradients come from anywhere, and saved tensors through anybody's hooks. create_graph=True
-        # must meet the operator, whose own derivative raises.
-        operands = (grad_o, q, k, v, o, lse, *present((grad_lse, o_low, *lengths)))
-        if direct and not torch.is_grad_enabled() and takes_short_cut(operands):
-            run, flat = run_backward, (call, deterministic)
+        grads = _gradients(grad_o, grad_lse, ctx.saved_tensors, call, deterministic, direct)
+        return (*grads, None, None)
+
+    jvp = staticmethod(_no_forward_mode)
+
+
+def _gradients(grad_o, grad_lse, saved, call, deterministic, direct):
+    """Of q, k and v, by the shortest way; one of the first two may be None."""
+    q, k, v, o, o_low, lse, *lengths = saved
+    if lengths:
+        call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
+    if grad_o is None:
+        grad_o = torch.zeros_like(o)
+    if o.dtype is not q.dtype:  # as the backward takes it, of a forward that gave it in float32
+        o, o_low = split_output(o, q.dtype)
+        grad_o = grad_o.to(q.dtype)
+    # Gradients come from anywhere, and saved tensors through anybody's hooks. create_graph=True
+    # must meet the operator, whose own derivative raises.
+    operands = (grad_o, q, k, v, o, lse, *present((grad_lse, o_low, *lengths)))
+    if direct and not torch.is_grad_enabled() and takes_short_cut(operands):
+        run, flat = run_backward, (call, deterministic)
+    else:
+        run, flat = backward_op, (*call, deterministic)
+    return run(grad_o, grad_lse, q, k, v, o, o_low, lse, *flat)
+
+
+# As compiled autograd needs them beside the call; of the two calls that _attention.py keeps.
+_fields_of = functools.cache(tuple)
+
+
+class _PlainAttention(torch.autograd.Function):
+    """The same of a plain call that says no more than ``causal``: each pass is one call of the
+    bindings, outputs included, and what that does not serve goes the way of _Attention."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        kept = _C.attend_recorded(q, k, v, call)
+        if kept is None:
+            o, lse, o_low, _ = run_forward(q, k, v, call, False, True, None, True)
         else:
-            run, flat = backward_op, (*call, deterministic)
-        return (*run(grad_o, grad_lse, q, k, v, o, o_low, lse, *flat), None, None)
+            o, o_low, lse = kept
+        ctx.save_for_backward(q, k, v, o, o_low, lse)
+        ctx.how = call, _fields_of(call)
+        return o
+
+    @staticmethod
+    def backward(ctx, grad_o):
+        call, fields = ctx.how
+        saved = ctx.saved_tensors
+        if is_compiling():
+            call = Call(*fields)
+        elif not _watch.watchers:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            grads = _C.gradients(grad_o, *saved, call, deterministic)
+            if grads is not None:
+                return grads
+        return (*_gradients(grad_o, None, saved, call, False, True), None)
 
     jvp = staticmethod(_no_forward_mode)
 
@@ -505,6 +546,7 @@ for _op, _formula in (
 
 # What Function.apply comes to when no torch.func transform is active, without asking again.
 _apply_directly = super(torch.autograd.Function, _Attention).apply
+_apply_plain = super(torch.autograd.Function, _PlainAttention).apply
 
 
 def _chosen(o, lse, max_logit, return_lse: bool):
@@ -560,7 +602,9 @@ def plain_sharded_attention(q, k, v, call: _C.Call):
 
 def _attend_watched(q, k, v, call: _C.Call):
     o = _C.attend(q, k, v, call)
-    if o is not None and _watch.watchers:
+    if o is None or o is True:
+        return None
+    if _watch.watchers:
         _watch.forward(q, k, v, call, None, o, None)
     return o
 
@@ -568,6 +612,8 @@ def _attend_watched(q, k, v, call: _C.Call):
 def _plain_attention(q, k, v, call: _C.Call):
     """o, for a call that says no more than ``causal``; not traced."""
     o = _C.attend(q, k, v, call)
+    if o is True:
+        return _apply_plain(q, k, v, call)
     return attention(q, k, v, call, False, False, False, None) if o is None else o
 
 
