@@ -11,11 +11,12 @@ largest difference, tokens per second and peak memory, and writes ``losses.json`
     python examples/train_gpt.py --preset large --attention pantile,flash,cudnn   # H100 or H200
     python examples/train_gpt.py --attention pantile,pantile-fp8                  # bf16 against FP8
     python examples/train_gpt.py --preset large --contexts 2048,8192 \
-        --attention pantile-ampere-vector,pantile-ampere-tensor,flash,cudnn,math
+        --attention pantile-ampere-vector,pantile-ampere-tensor,flash,cudnn,math --longest math=2048
 
 With ``--contexts`` all attentions run at each length, with as many tokens a step as the preset, and
 each length has a folder of its own; ``steps.json`` and ``steps.png`` hold the time of a step and
-the peak memory of them all. An attention that does not serve the model is named and left out.
+the peak memory of them all. An attention that does not serve the model is named and left out, and
+with ``--longest`` one whose context would be longer: ``math`` takes most of the time at 8192.
 Gradient norms are in ``losses.json``. A step whose loss or gradient norm is NaN or infinite ends
 the program with a message that names the step and the first such gradient.
 
@@ -391,6 +392,12 @@ def parse_arguments() -> argparse.Namespace:
         metavar="A,B",
         help="tokens per sequence of several rounds, each with the preset's tokens per step",
     )
+    parser.add_argument(
+        "--longest",
+        default="",
+        metavar="A=N,B=N",
+        help="with --contexts: leave out attention A at contexts of more than N tokens",
+    )
     parser.add_argument("--qk-norm", action="store_true", help="normalise q and k")
     parser.add_argument(
         "--outliers", type=float, default=1.0, help="factor of a channel of K (default 1)"
@@ -425,7 +432,22 @@ def parse_arguments() -> argparse.Namespace:
     if lengths and (arguments.context is not None or arguments.batch is not None):
         parser.error("--contexts is given; it takes the place of --context and --batch")
     arguments.contexts = [int(length) for length in lengths]
+    arguments.longest = parse_longest(parser, arguments.longest, arguments.attention.split(","))
+    if arguments.longest and not lengths:
+        parser.error("--longest is given; it needs --contexts")
     return arguments
+
+
+def parse_longest(parser: argparse.ArgumentParser, text: str, names: list[str]) -> dict[str, int]:
+    found = {}
+    for item in filter(None, text.split(",")):
+        name, _, length = item.partition("=")
+        if name not in names or not length.isdecimal() or int(length) < 1:
+            parser.error(
+                f"--longest has {item!r}; it must be a name of --attention, =, and a number above 0"
+            )
+        found[name] = int(length)
+    return found
 
 
 def train_all(
@@ -438,6 +460,9 @@ def train_all(
     """``skip``: names what does not serve the model, or not in this memory, and goes on."""
     runs = []
     for name in arguments.attention.split(","):
+        if preset.context > arguments.longest.get(name, preset.context):
+            print(f"{name} left out at context {preset.context}: --longest")
+            continue
         try:
             run = train(name, preset, text, device, arguments.seed, arguments.compare_gradients)
         except (pantile.UnsupportedError, torch.OutOfMemoryError) as error:

@@ -101,8 +101,8 @@ def test_a_gradient_that_is_not_plain_meets_the_operator():
     assert minus.is_neg()
     found = torch.autograd.grad(o, leaves, minus, retain_graph=True)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    grads = torch.autograd.grad(o, leaves, grad_o, create_graph=True)
     with pytest.raises(pantile.UnsupportedError, match="second derivatives"):
-        grads = torch.autograd.grad(o, leaves, grad_o, create_graph=True)
         torch.autograd.grad(grads[0].sum(), leaves)
 
 
