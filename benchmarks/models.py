@@ -292,7 +292,7 @@ def record(name: str, shape: Shape, given: argparse.Namespace) -> dict:
     found = harness.running(makers, absent)
     times = harness.medians(found, given.rounds, round_ms=given.round_ms)
     count, tokens = flops(shape, bench.model), shape.batch * shape.context
-    line: dict = {"kind": "model", "name": name, **asdict(shape), "head_dim": shape.head_dim}
+    line: dict = {"kind": "model", "shape": name, **asdict(shape), "head_dim": shape.head_dim}
     line |= {"parameters": sum(p.numel() for p in bench.model.parameters())}
     line |= {"weights": "bfloat16", "recompute": given.recompute, "flops": count}
     line |= {"peak_tflops": given.peak, "step_ms": times, "absent": absent}
@@ -317,7 +317,7 @@ def shown(line: dict) -> str:
         for n, ms in line["step_ms"].items()
     ]
     texts += [f"{n} absent: {why}" for n, why in line["absent"].items()]
-    return f"{line['name']}\n  " + "\n  ".join(texts)
+    return f"{line['shape']}\n  " + "\n  ".join(texts)
 
 
 def main() -> None:

@@ -213,7 +213,7 @@ def draw_models(lines: list[dict], _what: str = ""):
         panel.bar_label(bars, [f"{100 * row['mfu'][name]:.0f} %" for name in rates], fontsize=8)
         panel.tick_params(axis="x", labelrotation=60, labelsize=8)
         part = f", {row['layers']} of {row['of_layers']} layers" if row["of_layers"] else ""
-        panel.set_title(f"{row['name']}{part}", fontsize=8)
+        panel.set_title(f"{row['shape']}{part}", fontsize=8)
         panel.margins(y=0.12)
     axes[0][0].set_ylabel("thousand tokens/s; on the bars: MFU")
     figure.suptitle(title_of(lines, "whole models, bf16"), fontsize=10)

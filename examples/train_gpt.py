@@ -387,28 +387,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="training steps (default: the preset's)")
     parser.add_argument("--batch", type=int, help="sequences per step (default: the preset's)")
     parser.add_argument("--context", type=int, help="tokens per sequence (default: the preset's)")
-    parser.add_argument(
-        "--contexts",
-        metavar="A,B",
-        help="tokens per sequence of several rounds, each with the preset's tokens per step",
-    )
-    parser.add_argument(
-        "--longest",
-        default="",
-        metavar="A=N,B=N",
-        help="with --contexts: leave out attention A at contexts of more than N tokens",
-    )
+    text = "tokens per sequence of several rounds, each with the preset's tokens per step"
+    parser.add_argument("--contexts", metavar="A,B", help=text)
+    text = "leave out attention A at contexts of more than N tokens"
+    parser.add_argument("--longest", default="", metavar="A=N,B=N", help=text)
     parser.add_argument("--qk-norm", action="store_true", help="normalise q and k")
-    parser.add_argument(
-        "--outliers", type=float, default=1.0, help="factor of a channel of K (default 1)"
-    )
-    parser.add_argument(
-        "--compare-gradients",
-        type=int,
-        default=0,
-        metavar="N",
-        help="every N steps, with those of bfloat16 attention (default: never)",
-    )
+    text = "factor of a channel of K (default 1)"
+    parser.add_argument("--outliers", type=float, default=1.0, help=text)
+    text = "every N steps, with those of bfloat16 attention (default: never)"
+    parser.add_argument("--compare-gradients", type=int, default=0, metavar="N", help=text)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--out",
@@ -432,22 +419,11 @@ def parse_arguments() -> argparse.Namespace:
     if lengths and (arguments.context is not None or arguments.batch is not None):
         parser.error("--contexts is given; it takes the place of --context and --batch")
     arguments.contexts = [int(length) for length in lengths]
-    arguments.longest = parse_longest(parser, arguments.longest, arguments.attention.split(","))
-    if arguments.longest and not lengths:
-        parser.error("--longest is given; it needs --contexts")
+    longest = [item.split("=") for item in arguments.longest.split(",") if item]
+    if not all(len(x) == 2 and x[0] in ATTENTION and x[1].isdecimal() for x in longest):
+        parser.error(f"--longest is {arguments.longest!r}; it must be like math=2048")
+    arguments.longest = {name: int(length) for name, length in longest}
     return arguments
-
-
-def parse_longest(parser: argparse.ArgumentParser, text: str, names: list[str]) -> dict[str, int]:
-    found = {}
-    for item in filter(None, text.split(",")):
-        name, _, length = item.partition("=")
-        if name not in names or not length.isdecimal() or int(length) < 1:
-            parser.error(
-                f"--longest has {item!r}; it must be a name of --attention, =, and a number above 0"
-            )
-        found[name] = int(length)
-    return found
 
 
 def train_all(

@@ -109,7 +109,7 @@ def test_records(models, monkeypatch, tmp_path, capsys, as_fa3):
     head, *lines = figures.read(path)
     assert head["kind"] == "run"
     assert "benchmarks/models.py --device cpu" in head["commands"][0]
-    assert [line["name"] for line in lines] == ["tiny-gpt", "tiny-llama"]
+    assert [line["shape"] for line in lines] == ["tiny-gpt", "tiny-llama"]
     for line in lines:
         assert list(line["absent"]) == ["cuDNN (torch)"]
         assert line["weights"] == "bfloat16"
