@@ -1,4 +1,5 @@
-"""Draws result files: TFLOP/s against length, ratio heat maps, memory against length, losses.
+"""Draws result files: TFLOP/s against length, ratio heat maps, memory against length, losses,
+whole models.
 
     python benchmarks/plot.py                                 # the plots of contents.toml
     python benchmarks/plot.py --check                         # draw nothing; fail on a stale one
@@ -199,7 +200,33 @@ def draw_losses(lines: list[dict], _what: str = ""):
     return figure
 
 
-DRAW = {"speed": draw_speed, "ratio": draw_ratio, "memory": draw_memory, "losses": draw_losses}
+def draw_models(lines: list[dict], _what: str = ""):
+    """One panel a model: tokens per second of each attention, with the MFU on the bars."""
+    rows = [line for line in lines if line["kind"] == "model"]
+    names = list(dict.fromkeys(name for row in rows for name in row["step_ms"]))
+    form = {"figsize": (0.6 + 2.2 * len(rows), 3.6), "squeeze": False, "layout": "constrained"}
+    figure, axes = pyplot().subplots(1, len(rows), **form)
+    for panel, row in zip(axes[0], rows, strict=True):
+        rates = row["tokens_per_second"]
+        colours = [f"C{names.index(name)}" for name in rates]
+        bars = panel.bar(list(rates), [rate / 1e3 for rate in rates.values()], color=colours)
+        panel.bar_label(bars, [f"{100 * row['mfu'][name]:.0f} %" for name in rates], fontsize=8)
+        panel.tick_params(axis="x", labelrotation=60, labelsize=8)
+        part = f", {row['layers']} of {row['of_layers']} layers" if row["of_layers"] else ""
+        panel.set_title(f"{row['shape']}{part}", fontsize=8)
+        panel.margins(y=0.12)
+    axes[0][0].set_ylabel("thousand tokens/s; on the bars: MFU")
+    figure.suptitle(title_of(lines, "whole models, bf16"), fontsize=10)
+    return figure
+
+
+DRAW = {
+    "speed": draw_speed,
+    "ratio": draw_ratio,
+    "memory": draw_memory,
+    "losses": draw_losses,
+    "models": draw_models,
+}
 
 
 def draw(image: pathlib.Path, path: pathlib.Path, form: str, what: str) -> None:

@@ -11,11 +11,12 @@ largest difference, tokens per second and peak memory, and writes ``losses.json`
     python examples/train_gpt.py --preset large --attention pantile,flash,cudnn   # H100 or H200
     python examples/train_gpt.py --attention pantile,pantile-fp8                  # bf16 against FP8
     python examples/train_gpt.py --preset large --contexts 2048,8192 \
-        --attention pantile-ampere-vector,pantile-ampere-tensor,flash,cudnn,math
+        --attention pantile-ampere-vector,pantile-ampere-tensor,flash,cudnn,math --longest math=2048
 
 With ``--contexts`` all attentions run at each length, with as many tokens a step as the preset, and
 each length has a folder of its own; ``steps.json`` and ``steps.png`` hold the time of a step and
-the peak memory of them all. An attention that does not serve the model is named and left out.
+the peak memory of them all. An attention that does not serve the model is named and left out, and
+with ``--longest`` one whose context would be longer: ``math`` takes most of the time at 8192.
 Gradient norms are in ``losses.json``. A step whose loss or gradient norm is NaN or infinite ends
 the program with a message that names the step and the first such gradient.
 
@@ -386,22 +387,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="training steps (default: the preset's)")
     parser.add_argument("--batch", type=int, help="sequences per step (default: the preset's)")
     parser.add_argument("--context", type=int, help="tokens per sequence (default: the preset's)")
-    parser.add_argument(
-        "--contexts",
-        metavar="A,B",
-        help="tokens per sequence of several rounds, each with the preset's tokens per step",
-    )
+    text = "tokens per sequence of several rounds, each with the preset's tokens per step"
+    parser.add_argument("--contexts", metavar="A,B", help=text)
+    text = "leave out attention A at contexts of more than N tokens"
+    parser.add_argument("--longest", default="", metavar="A=N,B=N", help=text)
     parser.add_argument("--qk-norm", action="store_true", help="normalise q and k")
-    parser.add_argument(
-        "--outliers", type=float, default=1.0, help="factor of a channel of K (default 1)"
-    )
-    parser.add_argument(
-        "--compare-gradients",
-        type=int,
-        default=0,
-        metavar="N",
-        help="every N steps, with those of bfloat16 attention (default: never)",
-    )
+    text = "factor of a channel of K (default 1)"
+    parser.add_argument("--outliers", type=float, default=1.0, help=text)
+    text = "every N steps, with those of bfloat16 attention (default: never)"
+    parser.add_argument("--compare-gradients", type=int, default=0, metavar="N", help=text)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--out",
@@ -425,6 +419,10 @@ def parse_arguments() -> argparse.Namespace:
     if lengths and (arguments.context is not None or arguments.batch is not None):
         parser.error("--contexts is given; it takes the place of --context and --batch")
     arguments.contexts = [int(length) for length in lengths]
+    longest = [item.split("=") for item in arguments.longest.split(",") if item]
+    if not all(len(x) == 2 and x[0] in ATTENTION and x[1].isdecimal() for x in longest):
+        parser.error(f"--longest is {arguments.longest!r}; it must be like math=2048")
+    arguments.longest = {name: int(length) for name, length in longest}
     return arguments
 
 
@@ -438,6 +436,9 @@ def train_all(
     """``skip``: names what does not serve the model, or not in this memory, and goes on."""
     runs = []
     for name in arguments.attention.split(","):
+        if preset.context > arguments.longest.get(name, preset.context):
+            print(f"{name} left out at context {preset.context}: --longest")
+            continue
         try:
             run = train(name, preset, text, device, arguments.seed, arguments.compare_gradients)
         except (pantile.UnsupportedError, torch.OutOfMemoryError) as error:

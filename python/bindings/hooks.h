@@ -14,14 +14,18 @@ using ThreadCount = std::int32_t (*)(std::uint32_t* out);
 
 // What a plain call asks torch (plain.h); all null until pantile._ops has set them.
 struct PlainHooks {
-  PyTypeObject* parameter_type = nullptr;  // torch.nn.Parameter
-  PyObject* grad_enabled = nullptr;        // is autograd recording?
-  PyObject* watchers = nullptr;            // a tuple of functions; true: something watches
+  PyTypeObject* parameter_type = nullptr;                      // torch.nn.Parameter
+  PyObject* grad_enabled = nullptr;                            // is autograd recording?
+  PyObject* is_excluded = nullptr;                             // is a dispatch key?
+  PyObject *autograd_cpu = nullptr, *autograd_cuda = nullptr;  // dispatch keys
+  PyObject* watchers = nullptr;  // a tuple of functions; true: something watches
   Py_ssize_t watcher_count = 0;
   PyObject* empty_like = nullptr;
-  PyObject* float32 = nullptr;  // torch.float32
+  PyObject *float32 = nullptr, *int8 = nullptr, *contiguous_format = nullptr;  // of torch
+  PyObject *named_dtype = nullptr, *named_format = nullptr;  // ("dtype",), ("memory_format",)
   // Names of attributes of a tensor.
   PyObject *requires_grad = nullptr, *is_neg = nullptr, *is_zerotensor = nullptr;
+  PyObject *is_cuda = nullptr, *new_empty = nullptr;
 };
 
 // Owned references that are never given back: the interpreter may be gone when statics are

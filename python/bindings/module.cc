@@ -38,23 +38,6 @@ namespace {
 
 // ---- calls -----------------------------------------------------------------------------------
 
-// The low bits of O (core/low_bits.h): int8, of the shape of o and contiguous, so that no layout
-// describes it.
-std::int8_t* read_o_low(nb::handle object, const Request& request) {
-  const TensorView view = read_tensor(object, "o_low");
-  if (view.code != dlpack::kInt || view.bits != 8) {
-    raise_type_error("o_low has dtype %s; it must be int8",
-                     dtype_text(view.code, view.bits).c_str());
-  }
-  require_same_device(view, request.q);
-  require_query_shape(view, request, request.problem.head_dim_v);
-  if (!view.contiguous()) {
-    raise_value_error("o_low has strides %s; it must be contiguous",
-                      shape_text(view.stride, view.rank).c_str());
-  }
-  return static_cast<std::int8_t*>(view.data);
-}
-
 unsigned forward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
                  nb::handle o_low, nb::handle max_logit, const Call& call, nb::handle variant) {
   Request request = read_request(q, k, v, call);
@@ -312,18 +295,29 @@ void set_torch(nb::handle tensor_type, nb::handle exchange, nb::handle describe,
   torch.thread_count = reinterpret_cast<ThreadCount>(thread_count);
 }
 
-void set_plain(nb::handle parameter_type, nb::handle grad_enabled, nb::handle watchers,
-               nb::handle empty_like, nb::handle float32) {
+// `autograd_keys`: a pair of dispatch keys, for the CPU and for CUDA.
+void set_plain(nb::handle parameter_type, nb::handle grad_enabled, nb::handle is_excluded,
+               const nb::tuple& autograd_keys, nb::handle watchers, nb::handle empty_like,
+               nb::handle float32, nb::handle int8, nb::handle contiguous_format) {
   PlainHooks& plain = hooks().plain;
   plain.parameter_type = reinterpret_cast<PyTypeObject*>(keep(parameter_type));
   plain.grad_enabled = keep(grad_enabled);
+  plain.is_excluded = keep(is_excluded);
+  plain.autograd_cpu = keep(autograd_keys[0]);
+  plain.autograd_cuda = keep(autograd_keys[1]);
   plain.watchers = keep(watchers);
   plain.watcher_count = static_cast<Py_ssize_t>(nb::len(watchers));
   plain.empty_like = keep(empty_like);
   plain.float32 = keep(float32);
+  plain.int8 = keep(int8);
+  plain.contiguous_format = keep(contiguous_format);
+  plain.named_dtype = keep(nb::make_tuple("dtype"));
+  plain.named_format = keep(nb::make_tuple("memory_format"));
   plain.requires_grad = PyUnicode_InternFromString("requires_grad");
   plain.is_neg = PyUnicode_InternFromString("is_neg");
   plain.is_zerotensor = PyUnicode_InternFromString("_is_zerotensor");
+  plain.is_cuda = PyUnicode_InternFromString("is_cuda");
+  plain.new_empty = PyUnicode_InternFromString("new_empty");
 }
 
 }  // namespace
@@ -343,6 +337,9 @@ NB_MODULE(_C, module) {
   module.def("forward", &py::forward, "q"_a, "k"_a, "v"_a, "o"_a, "lse"_a.none(), "o_low"_a.none(),
              "max_logit"_a.none(), "call"_a, "variant"_a = nb::none());
   module.def("attend", &py::attend, "q"_a.none(), "k"_a.none(), "v"_a.none(), "call"_a);
+  module.def("attend_recorded", &py::attend_recorded, "q"_a, "k"_a, "v"_a, "call"_a);
+  module.def("gradients", &py::gradients, "grad_o"_a, "q"_a, "k"_a, "v"_a, "o"_a, "o_low"_a.none(),
+             "lse"_a, "call"_a, "deterministic"_a);
   module.def("sdpa", &py::sdpa, "query"_a.none(), "key"_a.none(), "value"_a.none(), "call"_a);
   module.def("sdpa_forward", &py::sdpa_forward, "query"_a, "key"_a, "value"_a, "call"_a);
   module.def("sdpa_backward", &py::sdpa_backward, "grad_out"_a, "query"_a, "key"_a, "value"_a,
@@ -369,8 +366,9 @@ NB_MODULE(_C, module) {
   module.def("set_tuned_softmax", &py::set_tuned_softmax, "rows"_a);
   module.def("set_torch", &py::set_torch, "tensor_type"_a, "exchange"_a.none(), "describe"_a,
              "current_stream"_a, "lend_workspace"_a, "is_capturing"_a, "thread_count"_a);
-  module.def("set_plain", &py::set_plain, "parameter_type"_a, "grad_enabled"_a, "watchers"_a,
-             "empty_like"_a, "float32"_a);
+  module.def("set_plain", &py::set_plain, "parameter_type"_a, "grad_enabled"_a, "is_excluded"_a,
+             "autograd_keys"_a, "watchers"_a, "empty_like"_a, "float32"_a, "int8"_a,
+             "contiguous_format"_a);
   module.def("set_cpu_threads", [](int threads) { py::cpu_properties().set_threads(threads); });
   module.def("set_parallel_for", [](std::uintptr_t address) {
     pantile::set_parallel_for(reinterpret_cast<pantile::ParallelFor>(address));

@@ -26,6 +26,23 @@ inline void take_output(const TensorView& output, Request* request) {
   request->tensors.o = output.data;
 }
 
+// The low bits of O (core/low_bits.h): int8, of the shape of o and contiguous, so that no layout
+// describes it.
+inline std::int8_t* read_o_low(nb::handle object, const Request& request) {
+  const TensorView view = read_tensor(object, "o_low");
+  if (view.code != dlpack::kInt || view.bits != 8) {
+    raise_type_error("o_low has dtype %s; it must be int8",
+                     dtype_text(view.code, view.bits).c_str());
+  }
+  require_same_device(view, request.q);
+  require_query_shape(view, request, request.problem.head_dim_v);
+  if (!view.contiguous()) {
+    raise_value_error("o_low has strides %s; it must be contiguous",
+                      shape_text(view.stride, view.rank).c_str());
+  }
+  return static_cast<std::int8_t*>(view.data);
+}
+
 // What a backward reads beside q, k and v: o, its gradient and the LSE.
 inline void take_saved(const TensorView& output, const TensorView& grad_output,
                        const TensorView& rows, const Request& request, BackwardProblem* problem,

@@ -1,6 +1,5 @@
-// The plain eager call: torch tensors, no gradient, nothing of torch that watches. What Python
-// would look up for it one by one is looked up here, because that takes longer than planning and
-// launching.
+// The plain eager call: torch tensors, nothing of torch that watches. What Python would look up for
+// it one by one is looked up here, because that takes longer than planning and launching.
 #pragma once
 
 #include <initializer_list>
@@ -29,31 +28,37 @@ inline bool is_plain_tensor(nb::handle x) {
          !is_true(x.attr(nb::handle(torch.is_zerotensor))());
 }
 
-// Whether a call with these tensors is one that no mode, transform, tracer, autocast or profiler
-// sees and that autograd need not record.
-inline bool is_plain_call(std::initializer_list<nb::handle> tensors) {
+// What torch does around a call: nothing; nothing, but autograd must record it; or more.
+enum class Around { nothing, autograd, more };
+
+// Of a call with these tensors. `more`: some mode, transform, tracer, autocast or profiler sees it.
+// Below autograd, inside another operator's kernel, there is nothing to record.
+inline Around what_is_around(std::initializer_list<nb::handle> tensors) {
   const PlainHooks& torch = hooks().plain;
   if (torch.watchers == nullptr) {
-    return false;
+    return Around::more;
   }
   for (const nb::handle x : tensors) {
     if (!is_plain_tensor(x)) {
-      return false;
+      return Around::more;
+    }
+  }
+  for (Py_ssize_t i = 0; i < torch.watcher_count; ++i) {
+    if (is_true(nb::handle(PyTuple_GetItem(torch.watchers, i))())) {
+      return Around::more;
     }
   }
   if (is_true(nb::handle(torch.grad_enabled)())) {
     for (const nb::handle x : tensors) {
       if (is_true(nb::getattr(x, nb::handle(torch.requires_grad)))) {
-        return false;
+        const bool on_gpu = is_true(nb::getattr(x, nb::handle(torch.is_cuda)));
+        PyObject* const key = on_gpu ? torch.autograd_cuda : torch.autograd_cpu;
+        const bool below = is_true(nb::handle(torch.is_excluded)(nb::handle(key)));
+        return below ? Around::nothing : Around::autograd;
       }
     }
   }
-  for (Py_ssize_t i = 0; i < torch.watcher_count; ++i) {
-    if (is_true(nb::handle(PyTuple_GetItem(torch.watchers, i))())) {
-      return false;
-    }
-  }
-  return true;
+  return Around::nothing;
 }
 
 }  // namespace pantile::python

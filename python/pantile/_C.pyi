@@ -124,7 +124,24 @@ def forward(
     """
 
 def attend(q: Any, k: Any, v: Any, call: Call) -> Any | None:
-    """The output of a plain call, or None when it is not plain (plain.h)."""
+    """The output of a plain call; True when autograd must record it, or None when it is not plain
+    (plain.h)."""
+
+def attend_recorded(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any | None, Any] | None:
+    """(o, o_low, LSE) of a plain call that autograd records; None: by the longer way."""
+
+def gradients(
+    grad_o: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    o_low: Any | None,
+    lse: Any,
+    call: Call,
+    deterministic: bool,
+) -> tuple[Any, Any, Any, None] | None:
+    """(dq, dk, dv, None) of such a call; None: by the longer way."""
 
 def sdpa(query: Any, key: Any, value: Any, call: Call) -> Any | None:
     """The same of scaled_dot_product_attention, whose tensors are [batch, heads, seqlen, dim]."""
@@ -312,9 +329,13 @@ def build_info() -> str: ...
 def set_plain(
     parameter_type: type,
     grad_enabled: Callable[..., Any],
+    is_excluded: Callable[..., Any],
+    autograd_keys: tuple[Any, Any],
     watchers: tuple[Callable[..., Any], ...],
     empty_like: Callable[..., Any],
     float32: Any,
+    int8: Any,
+    contiguous_format: Any,
 ) -> None: ...
 def set_torch(
     tensor_type: type,

@@ -54,7 +54,17 @@ if not AVAILABLE:
 # run_forward must pass it on.
 WHOLE_CALLS = AVAILABLE and THREADS_FOLLOW
 if WHOLE_CALLS:
-    _C.set_plain(torch.nn.Parameter, grad_enabled, WATCHERS, torch.empty_like, torch.float32)
+    _C.set_plain(
+        torch.nn.Parameter,
+        grad_enabled,
+        _is_excluded,
+        tuple(_AUTOGRAD_KEYS.values()),
+        WATCHERS,
+        torch.empty_like,
+        torch.float32,
+        torch.int8,
+        torch.contiguous_format,
+    )
 
 
 def is_plain(x: Tensor) -> bool:

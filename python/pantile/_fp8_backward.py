@@ -12,6 +12,7 @@ from torch.utils import flop_counter
 
 from pantile import _C, _fake, _ops
 from pantile._fast_path import is_plain, present
+from pantile._flops import visible_pairs_of_call
 from pantile._fp8_numbers import check_forms, follow_threads
 from pantile._schema import FP8_BACKWARD, bind
 from pantile._torch_private import below_autograd
@@ -124,5 +125,5 @@ torch.library.register_vmap("pantile::fp8_backward", _vmap_fp8_backward, lib=_li
 @flop_counter.register_flop_formula(torch.ops.pantile.fp8_backward, get_raw=True)
 def _fp8_backward_flops(*arguments, out_val=None, **_) -> int:
     a = FP8_BACKWARD.split(arguments)
-    pairs = _ops.visible_pairs_of_call(a.batch, a.rows, a.keys, a.call)
+    pairs = visible_pairs_of_call(a.batch, a.rows, a.keys, a.call)
     return 2 * a.codes_q.shape[0] * pairs * (3 * a.head_dim + 2 * a.codes_v.shape[2])

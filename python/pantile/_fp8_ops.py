@@ -12,6 +12,7 @@ from torch.utils import flop_counter
 
 from pantile import _C, _direct, _fake, _ops, _watch
 from pantile._fast_path import present, records_any, takes_short_cut
+from pantile._flops import visible_pairs_of_call
 from pantile._fp8_codes import Sequences, in_sequences, means_of_rows, nonfinite_values
 from pantile._fp8_gradient import Codes, Form, Fp8Attention, apply_directly, numbers_of
 from pantile._fp8_numbers import (
@@ -194,7 +195,7 @@ _library.impl("fp8_forward", _fp8_forward_autograd, "Autograd")
 @flop_counter.register_flop_formula(torch.ops.pantile.fp8_forward, get_raw=True)
 def _fp8_flops(*arguments, out_val=None, **_) -> int:
     a = FP8_FORWARD.split(arguments)
-    pairs = _ops.visible_pairs_of_call(a.batch, a.rows, a.keys, a.call)
+    pairs = visible_pairs_of_call(a.batch, a.rows, a.keys, a.call)
     return 2 * a.codes_q.shape[0] * pairs * (a.head_dim + a.codes_v.shape[2])
 
 

@@ -31,13 +31,12 @@ from pantile._direct import final_call as final_call  # for explain
 from pantile._fake import prepare as prepare  # for explain
 from pantile._fast_path import (
     is_compiling,
-    is_plain,
     nothing_watches,
     present,
     records,
     takes_short_cut,
 )
-from pantile._masks import visible_pairs
+from pantile._flops import backward_flops, forward_flops
 from pantile._schema import (
     BACKWARD,
     FORWARD,
@@ -255,24 +254,65 @@ class _Attention(torch.autograd.Function):
         grad_lse = grads[0] if wants_lse else None
         if grad_o is None and grad_lse is None:
             return None, None, None, None, None
-        q, k, v, o, o_low, lse, *lengths = ctx.saved_tensors
         if is_compiling():
             call = Call(*fields)
-        if lengths:
-            call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
-        if grad_o is None:
-            grad_o = torch.zeros_like(o)
-        if o.dtype is not q.dtype:  # as the backward takes it, of a forward that gave it in float32
-            o, o_low = split_output(o, q.dtype)
-            grad_o = grad_o.to(q.dtype)
-        # Gradients come from anywhere, and saved tensors through anybody's hooks. create_graph=True
-        # must meet the operator, whose own derivative raises.
-        operands = (grad_o, q, k, v, o, lse, *present((grad_lse, o_low, *lengths)))
-        if direct and not torch.is_grad_enabled() and takes_short_cut(operands):
-            run, flat = run_backward, (call, deterministic)
+        grads = _gradients(grad_o, grad_lse, ctx.saved_tensors, call, deterministic, direct)
+        return (*grads, None, None)
+
+    jvp = staticmethod(_no_forward_mode)
+
+
+def _gradients(grad_o, grad_lse, saved, call, deterministic, direct):
+    """Of q, k and v, by the shortest way; one of the first two may be None."""
+    q, k, v, o, o_low, lse, *lengths = saved
+    if lengths:
+        call = call._replace(**dict(zip(LENGTHS, lengths, strict=True)))
+    if grad_o is None:
+        grad_o = torch.zeros_like(o)
+    if o.dtype is not q.dtype:  # as the backward takes it, of a forward that gave it in float32
+        o, o_low = split_output(o, q.dtype)
+        grad_o = grad_o.to(q.dtype)
+    # Gradients come from anywhere, and saved tensors through anybody's hooks. create_graph=True
+    # must meet the operator, whose own derivative raises.
+    operands = (grad_o, q, k, v, o, lse, *present((grad_lse, o_low, *lengths)))
+    if direct and not torch.is_grad_enabled() and takes_short_cut(operands):
+        run, flat = run_backward, (call, deterministic)
+    else:
+        run, flat = backward_op, (*call, deterministic)
+    return run(grad_o, grad_lse, q, k, v, o, o_low, lse, *flat)
+
+
+# As compiled autograd needs them beside the call; of the two calls that _attention.py keeps.
+_fields_of = functools.cache(tuple)
+
+
+class _PlainAttention(torch.autograd.Function):
+    """The same of a plain call that says no more than ``causal``: each pass is one call of the
+    bindings, outputs included, and what that does not serve goes the way of _Attention."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        kept = _C.attend_recorded(q, k, v, call)
+        if kept is None:
+            o, lse, o_low, _ = run_forward(q, k, v, call, False, True, None, True)
         else:
-            run, flat = backward_op, (*call, deterministic)
-        return (*run(grad_o, grad_lse, q, k, v, o, o_low, lse, *flat), None, None)
+            o, o_low, lse = kept
+        ctx.save_for_backward(q, k, v, o, o_low, lse)
+        ctx.how = call, _fields_of(call)
+        return o
+
+    @staticmethod
+    def backward(ctx, grad_o):
+        call, fields = ctx.how
+        saved = ctx.saved_tensors
+        if is_compiling():
+            call = Call(*fields)
+        elif not _watch.watchers:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            grads = _C.gradients(grad_o, *saved, call, deterministic)
+            if grads is not None:
+                return grads
+        return (*_gradients(grad_o, None, saved, call, False, True), None)
 
     jvp = staticmethod(_no_forward_mode)
 
@@ -446,57 +486,12 @@ torch.library.register_vmap("pantile::forward_extra", _vmap_extra, lib=_library)
 torch.library.register_vmap("pantile::backward", _vmap_backward, lib=_library)
 
 
-# ---- FLOPs: two products forward; five backward, of which the recomputed scores are one
-
-
-def visible_pairs_of_call(batch, rows, keys, call) -> int:
-    """(query row, key) pairs of one head that the mask lets through, over the batch.
-
-    ``batch``, ``rows`` and ``keys`` are those of dense tensors. Packed sequences are counted by
-    their lengths; where these have no contents that can be read (fake, meta and wrapped tensors),
-    as if all were the longest.
-    """
-    placed = call.cu_seqlens_q is not None and call.cu_seqlens_k is None  # ranges or pages
-    keys_of = call.seqused_k if placed else call.cu_seqlens_k
-    window = call.window_left, call.window_right
-    if call.cu_seqlens_q is None:
-        return batch * visible_pairs(rows, keys, *window)
-    sequences = call.cu_seqlens_q.shape[0] - 1
-    if not all(is_plain(x) for x in present((call.cu_seqlens_q, keys_of, call.mask_shift))):
-        return sequences * visible_pairs(call.max_seqlen_q, call.max_seqlen_k, *window)
-    lengths_q = call.cu_seqlens_q.diff().tolist()
-    lengths_k = (keys_of if placed else keys_of.diff()).tolist()
-    shifts = [None] * sequences if call.mask_shift is None else call.mask_shift.tolist()
-    lengths = zip(lengths_q, lengths_k, shifts, strict=True)
-    return sum(visible_pairs(sq, sk, *window, shift) for sq, sk, shift in lengths)
-
-
-def _pairs(a) -> int:
-    """Over batch and query heads."""
-    batch, rows, keys = a.q.shape[0], a.q.shape[1], a.k.shape[1]
-    return a.q.shape[-2] * visible_pairs_of_call(batch, rows, keys, a.call)
-
-
-def _forward_flops(signature):
-    def formula(*arguments, out_val=None, **_) -> int:
-        a = signature.split(arguments)
-        return 2 * _pairs(a) * (a.q.shape[-1] + a.v.shape[-1])
-
-    return formula
-
-
-def _backward_flops(signature):
-    def formula(*arguments, out_val=None, **_) -> int:
-        a = signature.split(arguments)
-        return 2 * _pairs(a) * (3 * a.q.shape[-1] + 2 * a.v.shape[-1])
-
-    return formula
-
+# ---- FLOPs
 
 for _op, _formula in (
-    (torch.ops.pantile.forward, _forward_flops(FORWARD)),
-    (torch.ops.pantile.forward_extra, _forward_flops(FORWARD_EXTRA)),
-    (torch.ops.pantile.backward, _backward_flops(BACKWARD)),
+    (torch.ops.pantile.forward, forward_flops(FORWARD)),
+    (torch.ops.pantile.forward_extra, forward_flops(FORWARD_EXTRA)),
+    (torch.ops.pantile.backward, backward_flops(BACKWARD)),
 ):
     flop_counter.register_flop_formula(_op, get_raw=True)(_formula)
 
@@ -505,6 +500,7 @@ for _op, _formula in (
 
 # What Function.apply comes to when no torch.func transform is active, without asking again.
 _apply_directly = super(torch.autograd.Function, _Attention).apply
+_apply_plain = super(torch.autograd.Function, _PlainAttention).apply
 
 
 def _chosen(o, lse, max_logit, return_lse: bool):
@@ -560,7 +556,9 @@ def plain_sharded_attention(q, k, v, call: _C.Call):
 
 def _attend_watched(q, k, v, call: _C.Call):
     o = _C.attend(q, k, v, call)
-    if o is not None and _watch.watchers:
+    if o is None or o is True:
+        return None
+    if _watch.watchers:
         _watch.forward(q, k, v, call, None, o, None)
     return o
 
@@ -568,6 +566,8 @@ def _attend_watched(q, k, v, call: _C.Call):
 def _plain_attention(q, k, v, call: _C.Call):
     """o, for a call that says no more than ``causal``; not traced."""
     o = _C.attend(q, k, v, call)
+    if o is True:
+        return _apply_plain(q, k, v, call)
     return attention(q, k, v, call, False, False, False, None) if o is None else o
 
 

@@ -25,10 +25,9 @@ from pantile._fast_path import (
     records_any,
     takes_short_cut,
 )
+from pantile._flops import backward_flops, forward_flops
 from pantile._ops import (
-    _backward_flops,
     _chosen,
-    _forward_flops,
     _library,
     _no_forward_mode,
     _or_empty,
@@ -350,8 +349,8 @@ torch.library.register_vmap("pantile::forward_variant", _vmap_forward, lib=_libr
 torch.library.register_vmap("pantile::backward_variant", _vmap_backward, lib=_library)
 
 for _op, _formula in (
-    (torch.ops.pantile.forward_variant, _forward_flops(FORWARD_VARIANT)),
-    (torch.ops.pantile.backward_variant, _backward_flops(BACKWARD_VARIANT)),
+    (torch.ops.pantile.forward_variant, forward_flops(FORWARD_VARIANT)),
+    (torch.ops.pantile.backward_variant, backward_flops(BACKWARD_VARIANT)),
 ):
     flop_counter.register_flop_formula(_op, get_raw=True)(_formula)
 

@@ -30,14 +30,80 @@ def test_plain_calls_skip_the_dispatcher(monkeypatch):
 @pytest.mark.skipif(
     not _fast_path.THREADS_FOLLOW, reason="C++ cannot read this torch's thread count"
 )
-def test_plain_calls_without_gradient_are_one_call_of_the_bindings(monkeypatch):
-    monkeypatch.setattr(_ops, "attention", forbid)
-    for causal in (False, True):
-        pantile.attention(*operands(False), causal=causal)
+@pytest.mark.parametrize("packed", [False, True], ids=["contiguous", "views of one tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_each_pass_of_a_plain_call_is_one_call_of_the_bindings(monkeypatch, packed, dtype):
+    """And has the bits of the longer way."""
+    if packed:
+        leaves = torch.randn(2, 9, 3, 4, 64).to(dtype).unbind(2)
+    else:
+        leaves = [torch.randn(2, 9, heads, 64).to(dtype) for heads in (4, 2, 2)]
+    leaves = [x.requires_grad_() for x in leaves]
+    grad_o = torch.randn(2, 9, 4, 64).to(dtype)
+
+    def results(**options):
+        o = pantile.attention(*leaves, causal=True, **options)
+        return o.detach(), *torch.autograd.grad(o, leaves, grad_o)
+
+    expected = results(window=(8, None))  # shows what causal shows
+    for name in ("attention", "run_forward", "run_backward", "_gradients"):
+        monkeypatch.setattr(_ops, name, forbid)
+    found = results()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert all(x.is_contiguous() for x in found)
     with torch.no_grad():
-        pantile.attention(*operands(True))
+        assert torch.equal(pantile.attention(*leaves, causal=True), expected[0])
+    plain = [x.detach() for x in leaves]
+    assert torch.equal(pantile.attention(*plain, causal=True), expected[0])
     with pytest.raises(AssertionError, match="dispatcher"):
-        pantile.attention(*operands(True))
+        pantile.attention(*leaves, scale=0.2)
+
+
+def test_what_a_whole_call_does_not_serve_goes_the_longer_way(monkeypatch):
+    """Gradients that no kernel reads as they are, saved tensors that came back otherwise, and
+    watchers who came after the forward."""
+    leaves = [torch.randn(1, 8, 2, 64).bfloat16().requires_grad_() for _ in range(3)]
+    expected = torch.autograd.grad(
+        pantile.attention(*leaves), leaves, torch.ones(1, 8, 2, 64).bfloat16()
+    )
+    took = []
+    real = _ops.run_backward
+    monkeypatch.setattr(_ops, "run_backward", lambda *a: took.append(1) or real(*a))
+
+    def check(o, grad_o):
+        before = len(took)
+        grads = torch.autograd.grad(o, leaves, grad_o)
+        assert len(took) == before + 1
+        assert all(torch.equal(x, y) for x, y in zip(grads, expected, strict=True))
+
+    one = torch.ones(()).bfloat16()
+    check(pantile.attention(*leaves), one.expand(1, 8, 2, 64))
+    strided = torch.ones(1, 8, 2, 128).bfloat16()[..., ::2]
+    check(pantile.attention(*leaves), strided)
+
+    def unpack(x):  # not contiguous
+        return torch.stack([x, x], -1)[..., 0]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        check(pantile.attention(*leaves), torch.ones(1, 8, 2, 64).bfloat16())
+    o = pantile.attention(*leaves)
+    with pantile.shadow(rate=1.0) as watch:
+        check(o, torch.ones(1, 8, 2, 64).bfloat16())
+    assert watch.report.backward_calls == 1
+
+
+def test_a_gradient_that_is_not_plain_meets_the_operator():
+    leaves = operands(True)
+    o = pantile.attention(*leaves)
+    grad_o = torch.randn(o.shape)
+    expected = torch.autograd.grad(o, leaves, grad_o, retain_graph=True)
+    minus = torch.complex(torch.zeros(o.shape), -grad_o).conj().imag  # lazily negated
+    assert minus.is_neg()
+    found = torch.autograd.grad(o, leaves, minus, retain_graph=True)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    grads = torch.autograd.grad(o, leaves, grad_o, create_graph=True)
+    with pytest.raises(pantile.UnsupportedError, match="second derivatives"):
+        torch.autograd.grad(grads[0].sum(), leaves)
 
 
 @pytest.fixture

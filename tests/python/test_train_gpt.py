@@ -97,9 +97,23 @@ def test_rounds_of_several_lengths(example, monkeypatch, tmp_path, capsys):
         assert max(abs(a - b) for a, b in zip(first, second, strict=True)) < 1e-4
 
 
+def test_longest_leaves_an_attention_out(example, monkeypatch, tmp_path, capsys):
+    arguments = ["--attention", "pantile,math", "--contexts", "8,16", "--longest", "math=8"]
+    monkeypatch.setattr(
+        sys, "argv", ["train_gpt.py", *arguments, "--device", "cpu", "--out", str(tmp_path)]
+    )
+    example.main()
+    assert "math left out at context 16: --longest" in capsys.readouterr().out
+    steps = json.loads((tmp_path / "steps.json").read_text())["steps"]
+    ran = [(x["context"], x["attention"]) for x in steps]
+    assert ran == [(8, "pantile"), (8, "math"), (16, "pantile")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--longest", "nothing=8"], "--longest is 'nothing=8'; it must be like math=2048"),
+        (["--longest", "math=x"], "--longest is 'math=x'; it must be like math=2048"),
         (["--contexts", "8,x"], "--contexts is '8,x'; it must be numbers above 0"),
         (["--contexts", "8", "--batch", "2"], "takes the place of --context and --batch"),
     ],
