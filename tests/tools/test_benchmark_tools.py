@@ -9,6 +9,7 @@ import sys
 
 import compare
 import counters
+import host_time
 import io_check
 import plot
 import pytest
@@ -375,3 +376,25 @@ def test_choices_by_generation_are_those_of_the_model():
             for head_dim in (64, 128):
                 clocks = {x: softmax_cycles.clocks(chip, head_dim, x) for x in ("vector", "tensor")}
                 assert unit == min(clocks, key=clocks.__getitem__), (chip, head_dim)
+
+
+def test_host_time_has_a_line_for_each_kind_of_call(tmp_path, monkeypatch):
+    out = tmp_path / "host_time.jsonl"
+    given = ["host_time.py", "--device", "cpu", "--rounds", "1", "--repeats", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", given)
+    host_time.main()
+    run, *lines = map(json.loads, out.read_text().splitlines())
+    assert run["shape"] == [1, 1, 1, 64]
+    kinds = ["no gradient", "recorded", "forward+backward"]
+    assert [line["call"] for line in lines] == kinds * 2
+    for line in lines:
+        for name in ("pantile", "torch"):
+            assert 0 < line[name]["least"] <= line[name]["median"]
+        assert line["bar"] is None  # bars are of an H200
+
+
+def test_host_time_refuses_an_unknown_device(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["host_time.py", "--device", "tpu"])
+    with pytest.raises(SystemExit):
+        host_time.main()
+    assert "--device is 'tpu'; allowed: cpu, cuda" in capsys.readouterr().err
