@@ -304,10 +304,10 @@ def run_backward(
     grads = into
     if grads is None:
         grads = (_new_gradient(q), _new_gradient(k), _new_gradient(v))
+    more = {} if key_statistics is None else {"key_statistics": key_statistics}
     copies = _C.backward(
-        grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic, *variant,
-        key_statistics=key_statistics,
-    )  # fmt: skip
+        grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic, *variant, **more
+    )
     if copies:
         names = ("q", "k", "v", "grad_o", "o", "lse", "grad_lse")
         operands = [q, k, v, grad_o, o, lse, grad_lse]
@@ -321,7 +321,7 @@ def run_backward(
             q, k, v, grad_o, o, lse, grad_lse = operands
             copies = _C.backward(
                 grad_o, grad_lse, q, k, v, o, o_low, lse, *grads, call, deterministic, *variant,
-                key_statistics=key_statistics,
+                **more,
             )  # fmt: skip
     if _watch.watchers:
         values = variant[0] if variant else None

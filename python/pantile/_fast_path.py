@@ -53,18 +53,25 @@ if not AVAILABLE:
 # For the whole calls of the bindings (plain_calls.h). Where C++ cannot read torch's thread count,
 # run_forward must pass it on.
 WHOLE_CALLS = AVAILABLE and THREADS_FOLLOW
-if WHOLE_CALLS:
-    _C.set_plain(
-        torch.nn.Parameter,
-        grad_enabled,
-        _is_excluded,
-        tuple(_AUTOGRAD_KEYS.values()),
-        WATCHERS,
-        torch.empty_like,
-        torch.float32,
-        torch.int8,
-        torch.contiguous_format,
-    )
+
+
+def make_outputs_by(empty_like) -> None:
+    """What the whole calls of the bindings make outputs with, beside all else that they ask."""
+    if WHOLE_CALLS:
+        _C.set_plain(
+            torch.nn.Parameter,
+            grad_enabled,
+            _is_excluded,
+            tuple(_AUTOGRAD_KEYS.values()),
+            WATCHERS,
+            empty_like,
+            torch.float32,
+            torch.int8,
+            torch.contiguous_format,
+        )
+
+
+make_outputs_by(torch.empty_like)
 
 
 def is_plain(x: Tensor) -> bool:

@@ -286,17 +286,21 @@ def _gradients(grad_o, grad_lse, saved, call, deterministic, direct):
 _fields_of = functools.cache(tuple)
 
 
+class _NeedsMore(Exception):  # noqa: N818 - no error: a plain call that needs the other way
+    pass
+
+
 class _PlainAttention(torch.autograd.Function):
     """The same of a plain call that says no more than ``causal``: each pass is one call of the
-    bindings, outputs included, and what that does not serve goes the way of _Attention."""
+    bindings, outputs included. What that does not serve goes the way of _Attention: the forward
+    raises _NeedsMore."""
 
     @staticmethod
     def forward(ctx, q, k, v, call):
         kept = _C.attend_recorded(q, k, v, call)
         if kept is None:
-            o, lse, o_low, _ = run_forward(q, k, v, call, False, True, None, True)
-        else:
-            o, o_low, lse = kept
+            raise _NeedsMore
+        o, o_low, lse = kept
         ctx.save_for_backward(q, k, v, o, o_low, lse)
         ctx.how = call, _fields_of(call)
         return o
@@ -567,7 +571,10 @@ def _plain_attention(q, k, v, call: _C.Call):
     """o, for a call that says no more than ``causal``; not traced."""
     o = _C.attend(q, k, v, call)
     if o is True:
-        return _apply_plain(q, k, v, call)
+        try:
+            return _apply_plain(q, k, v, call)
+        except _NeedsMore:
+            o = None
     return attention(q, k, v, call, False, False, False, None) if o is None else o
 
 

@@ -435,7 +435,7 @@ class Dirt:
     @contextlib.contextmanager
     def spread(self):
         """While it lasts, pantile's calls of torch's allocating functions answer filled buffers."""
-        from pantile import _C, _fast_path, _runtime
+        from pantile import _fast_path, _runtime
 
         if not self.launches:
             yield self
@@ -453,12 +453,10 @@ class Dirt:
             return allocate
 
         dirty = {key: wrapped(original) for key, original in originals.items()}
-        plain = (torch.nn.Parameter, _fast_path.grad_enabled, _fast_path.WATCHERS)
         try:
             for (owner, name), function in dirty.items():
                 setattr(owner, name, function)
-            if _fast_path.THREADS_FOLLOW:
-                _C.set_plain(*plain, dirty[torch, "empty_like"], torch.float32)
+            _fast_path.make_outputs_by(dirty[torch, "empty_like"])
             with _runtime.checked_workspaces(self.fill):
                 yield self
         finally:
@@ -466,8 +464,7 @@ class Dirt:
                 setattr(owner, name, original)
             if not own:
                 del torch.Tensor.new_empty
-            if _fast_path.THREADS_FOLLOW:
-                _C.set_plain(*plain, torch.empty_like, torch.float32)
+            _fast_path.make_outputs_by(torch.empty_like)
 
 
 def _tensors(found) -> list[torch.Tensor]:

@@ -380,8 +380,8 @@ def test_choices_by_generation_are_those_of_the_model():
 
 def test_host_time_has_a_line_for_each_kind_of_call(tmp_path, monkeypatch):
     out = tmp_path / "host_time.jsonl"
-    given = ["host_time.py", "--device", "cpu", "--rounds", "1", "--repeats", "2", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", given)
+    given = ["--device", "cpu", "--rounds", "1", "--repeats", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["host_time.py", *given])
     host_time.main()
     run, *lines = map(json.loads, out.read_text().splitlines())
     assert run["shape"] == [1, 1, 1, 64]
