@@ -205,6 +205,13 @@ class Processes:
         return None
 
 
+def heed_interrupts() -> None:
+    """A shell starts what runs in its background deaf to SIGINT, and programs that are started here
+    would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def run_commands(
     step: Step, folder: pathlib.Path, left: float, processes: Processes
 ) -> tuple[str, list]:
@@ -292,6 +299,7 @@ class Run:
 
     def run_all(self, steps: list[Step], jobs: int) -> list[str]:
         """Names of the steps without a result."""
+        heed_interrupts()
         found: dict[str, bool] = {}
         at = 0
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
