@@ -222,7 +222,7 @@ def test_ranks_send_as_little_as_they_receive(sigma):
         bounds = law_pack(64, 8192, seed, sigma)
         started = time.process_time()
         shares = documents(bounds, 64, Mask(-1, 0), 0.02)
-        assert time.process_time() - started < 1.5  # at most 0.2
+        assert time.process_time() - started < 3.0  # at most 0.5
         needs, others = Needs(shares, bounds, Mask(-1, 0)), bounds[-1] - 8192
         assert max(needs.sent) <= 0.35 * others
         assert max(needs.received) <= 0.35 * others

@@ -22,7 +22,9 @@ _ROUNDS = 3  # the needs of all ranks are counted anew in each
 _SWAPS = 128  # of a round
 _MOST_RANKS = 512  # for more it would take longer than the rest of the planner
 _PARTNERS = 4  # ranks with the least to send that a swap is tried with
+_MORE_PARTNERS = 16  # where the rank with the most sends more than a fourth of an all-gather
 _HOT_RUNS = 2  # of the rank with the most to send
+_MORE_HOT_RUNS = 3
 _LEAST_GAIN = 64  # a swap lowers what the rank sends by this part of it, or does not pay
 
 
@@ -119,10 +121,13 @@ def _swap_one(
     """Between the rank that sends the most and the one with which that gains the most."""
     sent, received = needs.sent, needs.received
     a = max(range(len(shares)), key=lambda r: (sent[r], -r))
+    partners, hot_count = _PARTNERS, _HOT_RUNS
+    if 4 * sent[a] > work.bounds[-1]:
+        partners, hot_count = _MORE_PARTNERS, _MORE_HOT_RUNS
     best, partner = None, -1
     least = sent[a] - sent[a] // _LEAST_GAIN  # what the next swap must stay below
-    hot_runs = sorted(shares[a], key=lambda run: (-needs.of_run(run), run))[:_HOT_RUNS]
-    for b in heapq.nsmallest(_PARTNERS, range(len(shares)), key=lambda r: (sent[r], r)):
+    hot_runs = sorted(shares[a], key=lambda run: (-needs.of_run(run), run))[:hot_count]
+    for b in heapq.nsmallest(partners, range(len(shares)), key=lambda r: (sent[r], r)):
         for hot, cold in itertools.product(hot_runs, shares[b]):
             rows = _rows_to_swap(needs, hot, cold, sent[a] - sent[b])
             for given, taken in itertools.product(_ends(hot, rows), _ends(cold, rows)):
