@@ -85,6 +85,20 @@ def test_exchange_of_documents_finishes():
     assert 0.0 < found["busy"] <= 1.0
 
 
+@pytest.mark.parametrize(
+    ("gpus", "seed", "most"),
+    [(64, 0, 7.71), (64, 1, 5.63), (512, 0, 11.82), (512, 1, 38.37), (4096, 0, 26.5)],
+)
+def test_forwards_of_documents_are_no_slower_than_before(gpus, seed, most):
+    """Milliseconds, the better of two earlier planners: chunks dealt by their work, and sweeps
+    without levelling."""
+    shape = model.Shape(gpus=gpus, tokens=8192, heads_q=64, heads_k=8)
+    found = model.replay_documents(shape, seed=seed)
+    assert found["seconds"] <= 1e-3 * most
+    assert found["plan_seconds"] < 3.0  # at most 0.5
+    assert found["imbalance"] <= 1.02
+
+
 @pytest.mark.slow
 def test_4096_ranks():
     """33 million tokens: the planner, and a schedule in which nobody waits on a cycle."""

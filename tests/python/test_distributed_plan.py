@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from pantile.distributed._documents import documents
 from pantile.distributed._layout import Mask, Work, is_alone, piece_of
 from pantile.distributed._ring import steps_with
 from pantile.distributed._share import Share
+from pantile.distributed._traffic import Needs, level
 
 
 def packs(most_documents=6, longest=60):
@@ -212,6 +214,46 @@ def test_documents_are_balanced(ranks, worst, sigma):
         assert one.needed_fraction >= least
 
 
+@pytest.mark.parametrize("sigma", [1.0, 1.5, 2.0])
+def test_ranks_send_as_little_as_they_receive(sigma):
+    """Of 64 ranks none sends more than 0.35 of an all-gather, and planning takes a part of a
+    second."""
+    for seed in range(8):
+        bounds = law_pack(64, 8192, seed, sigma)
+        started = time.process_time()
+        shares = documents(bounds, 64, Mask(-1, 0), 0.02)
+        assert time.process_time() - started < 3.0  # at most 0.5
+        needs, others = Needs(shares, bounds, Mask(-1, 0)), bounds[-1] - 8192
+        assert max(needs.sent) <= 0.35 * others
+        assert max(needs.received) <= 0.35 * others
+        assert _layout.imbalance(shares, bounds, Mask(-1, 0)) <= 1.02
+
+
+@given(packs(), masks(), st.integers(1, 5), LAYOUT)
+@settings(max_examples=25, deadline=None)
+def test_needs_are_those_of_the_exchange(bounds, mask, ranks, layout):
+    shares = laid_out(bounds, mask, ranks, layout)
+    needs = Needs(shares, bounds, mask)
+    for r in range(ranks):
+        share = Share(shares, r, bounds, mask)
+        assert needs.received[r] == sum(share.receive_rows) - share.receive_rows[r]
+        assert needs.sent[r] == sum(share.send_rows) - share.send_rows[r]
+
+
+@given(packs(20, 300), masks(), st.integers(1, 9), LAYOUT)
+@settings(max_examples=25, deadline=None)
+def test_levelling_keeps_tokens_and_work(bounds, mask, ranks, layout):
+    """From every layout, also from those whose work is not balanced."""
+    work = Work(bounds, mask)
+    before = [list(runs) for runs in laid_out(bounds, mask, ranks, layout)]
+    after = level(work, before, 0.02)
+    held = sorted(t for runs in after for run in runs for t in range(run.start, run.stop))
+    assert held == list(range(bounds[-1]))
+    assert list(map(_layout.rows_of, after)) == list(map(_layout.rows_of, before))
+    most = [max(map(work.of_runs, shares)) for shares in (before, after)]
+    assert most[1] <= max(most[0], 1.02 * sum(map(work.of_runs, before)) / ranks)
+
+
 LAYOUTS_OF = [
     (
         ([0, 40, 40, 64], 2, Mask(-1, 0)),
@@ -220,10 +262,10 @@ LAYOUTS_OF = [
     (
         ([0, 700, 800, 1000, 1024], 4, Mask(-1, 0)),
         [
-            ((0, 38, 0), (606, 700, 0), (700, 800, 1), (1000, 1024, 3)),
-            ((506, 606, 0), (800, 956, 2)),
-            ((38, 176, 0), (388, 506, 0)),
-            ((176, 388, 0), (956, 1000, 2)),
+            ((0, 138, 0), (606, 696, 0), (700, 704, 1), (1000, 1024, 3)),
+            ((176, 276, 0), (547, 606, 0), (859, 956, 2)),
+            ((138, 176, 0), (388, 506, 0), (696, 700, 0), (704, 800, 1)),
+            ((276, 388, 0), (506, 547, 0), (800, 859, 2), (956, 1000, 2)),
         ],
     ),
     (

@@ -14,16 +14,19 @@ no keys of others.
 2. The exchange. A rank with too much work and one with too little swap equally many tokens, dense
    ones for sparse ones, until one of them has enough. Between swapping nothing and swapping all,
    the work of each passes every value between the two, so that this ends for every mask.
+3. The levelling (``_traffic``). Who holds the start of a long document sends it to all that hold
+   later parts: ranks that send much swap such rows for rows that few need.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from pantile.distributed._layout import Mask, Run, Work, merged, needed_keys, rows_of
+from pantile.distributed._balance import crossing, even_out, rounded
+from pantile.distributed._layout import Mask, Run, Work, merged
+from pantile.distributed._traffic import Needs, level
 
-_QUERY_TILE = 128
 _SHORT = 0.5  # of a share: documents up to this length are not cut for their density
 _FEW = 64  # ranks for which whole documents are tried as well
 
@@ -36,67 +39,17 @@ def documents(bounds: Sequence[int], ranks: int, mask: Mask, slack: float) -> li
     if ranks <= _FEW:
         beginnings.append(_whole_documents(work, ranks))
     for shares in beginnings:
-        _even_out(work, shares, slack / 2)
-    layouts = [[merged(runs) for runs in shares] for shares in beginnings]
+        even_out(work, shares, slack / 2)
+    leveled = [level(work, shares, 0.75 * slack) for shares in beginnings]
+    layouts = [[merged(runs) for runs in shares] for shares in leveled]
     if len(layouts) == 1:
         return layouts[0]
-    return min(layouts, key=lambda shares: _most_received(shares, bounds, mask))
-
-
-def _most_received(shares: Sequence[Sequence[Run]], bounds: Sequence[int], mask: Mask) -> int:
-    """Rows of others that the rank with the most of them needs."""
-    most = 0
-    for runs in shares:
-        needed = needed_keys(runs, bounds, mask).values()
-        rows = sum(last - first for ranges in needed for first, last in ranges)
-        most = max(most, rows - rows_of(runs))
-    return most
+    return min(layouts, key=lambda shares: Needs(shares, bounds, mask).most)
 
 
 def _rooms(total: int, ranks: int) -> list[int]:
     """Tokens of each rank."""
     return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
-
-
-def _crossing(function: Callable[[int], int], target: float, most: int) -> int:
-    """The count from 0 to ``most`` at which a rising function is nearest to ``target``.
-
-    False position, exact in one step where the function is linear, and halves in turn. Where it
-    rises and falls, one of the places where it passes the target.
-    """
-    low, high = 0, most
-    low_value, high_value = function(low), function(high)
-    if low_value >= target:
-        return low
-    if high_value < target:
-        return high
-    linear = True
-    while high - low > 1:
-        middle = (low + high) // 2
-        if linear:
-            part = (target - low_value) / (high_value - low_value)
-            middle = min(max(low + round(part * (high - low)), low + 1), high - 1)
-        linear = not linear
-        value = function(middle)
-        if value < target:
-            low, low_value = middle, value
-        else:
-            high, high_value = middle, value
-            if value == target:
-                break
-    return high if high_value - target <= target - low_value else low
-
-
-def _rounded(function: Callable[[int], int], count: int, most: int, error: float) -> int:
-    """``count`` at a multiple of a query tile, or of less where the function would change by more
-    than ``error``."""
-    step, value = _QUERY_TILE, function(count)
-    while step > 1:
-        near = min((count + step // 2) // step * step, most)
-        if abs(function(near) - value) <= error:
-            return near
-        step //= 2
-    return count
 
 
 # ---- the beginnings
@@ -175,11 +128,11 @@ def _part(rest: _Rest, room: int, wanted: float, error: float) -> list[Run]:
         if 0 < room - available <= most and pairs(room - available) >= wanted:
             keep(rest.take_start(sparse, available))  # more sparse tokens are needed
             continue
-        count = _crossing(pairs, wanted, most)
+        count = crossing(pairs, wanted, most)
         if count == rest.size(dense) < room and pairs(count) < wanted:
             keep(rest.take_end(dense, count))  # more dense tokens are needed
             continue
-        count = _rounded(pairs, count, most, error)
+        count = rounded(pairs, count, most, error)
         if count:
             keep(rest.take_end(dense, count))
         if room and rest.size(sparse):
@@ -219,68 +172,3 @@ def _whole_documents(work: Work, ranks: int) -> list[list[Run]]:
             room[rank] -= tokens
             left -= tokens
     return shares
-
-
-# ---- the exchange
-
-
-def _swap(work: Work, much: list[Run], little: list[Run], wanted: float, error: float) -> int:
-    """Moves about ``wanted`` pairs from one share to the other for equally many tokens; returns
-    how many pairs it moved."""
-
-    def start_density(run: Run) -> int:
-        return work.density(run.document, run.start - work.bounds[run.document])
-
-    def end_density(run: Run) -> int:
-        return work.density(run.document, run.stop - 1 - work.bounds[run.document])
-
-    much.sort(key=lambda run: (end_density(run), run))
-    little.sort(key=lambda run: (-start_density(run), run))
-    given: list[Run] = []
-    taken: list[Run] = []
-    moved, done = 0, False
-    while much and little and not done:
-        dense, sparse = much.pop(), little.pop()
-        most = count = min(dense.stop - dense.start, sparse.stop - sparse.start)
-
-        def gain(count: int, dense=dense, sparse=sparse) -> int:
-            given = dense._replace(start=dense.stop - count)
-            taken = sparse._replace(stop=sparse.start + count)
-            return work.of_run(given) - work.of_run(taken)
-
-        done = moved + gain(most) >= wanted
-        if done:
-            count = _rounded(gain, _crossing(gain, wanted - moved, most), most, error)
-        moved += gain(count)
-        given.append(dense._replace(start=dense.stop - count))
-        taken.append(sparse._replace(stop=sparse.start + count))
-        much.append(dense._replace(stop=dense.stop - count))
-        little.append(sparse._replace(start=sparse.start + count))
-        for runs in (given, taken, much, little):
-            if runs[-1].start == runs[-1].stop:
-                runs.pop()
-    much += taken
-    little += given
-    return moved
-
-
-def _even_out(work: Work, shares: list[list[Run]], slack: float) -> None:
-    """Every exchange settles a rank: the one with too much gets the mean, or the other one, which
-    may get ``slack`` more than that."""
-    works = [work.of_runs(runs) for runs in shares]
-    mean = sum(works) / len(works)
-    allowed = slack * mean
-    much = [(mean - has, r) for r, has in enumerate(works) if has > mean + allowed]
-    little = [(has - mean, r) for r, has in enumerate(works) if has < mean]
-    heapq.heapify(much)
-    heapq.heapify(little)
-    while much and little:
-        (excess, a), (lack, b) = heapq.heappop(much), heapq.heappop(little)
-        wanted = min(-excess, allowed - lack)
-        moved = _swap(work, shares[a], shares[b], wanted, allowed / 4)
-        if moved <= 0:  # a single token is too much
-            continue
-        if excess + moved < -allowed:
-            heapq.heappush(much, (excess + moved, a))
-        if lack + moved < 0 and wanted < allowed - lack:
-            heapq.heappush(little, (lack + moved, b))
