@@ -126,6 +126,18 @@ inline nb::object attend_recorded(nb::handle q, nb::handle k, nb::handle v, cons
                                              : nb::none();
 }
 
+// What must be copied first, or 0: the gradients are written.
+inline unsigned run_gradients(const Request& request, const TensorView& output,
+                              const TensorView& grad_output, const BackwardTensors& tensors,
+                              BackwardProblem* problem) {
+  return plan_and_run<BackwardPlan>(request, problem, tensors, Pass::backward,
+                                    {{&request.q, &problem->forward.q, kCopyQ},
+                                     {&request.k, &problem->forward.k, kCopyK},
+                                     {&request.v, &problem->forward.v, kCopyV},
+                                     {&grad_output, &problem->grad_o, kCopyGradO},
+                                     {&output, &problem->forward.o, kCopyO}});
+}
+
 // The gradients of such a call: (dq, dk, dv, None), as autograd takes them for (q, k, v, call). The
 // saved tensors come through anybody's hooks.
 inline nb::object gradients(nb::handle grad_o, nb::handle q, nb::handle k, nb::handle v,
@@ -160,12 +172,7 @@ inline nb::object gradients(nb::handle grad_o, nb::handle q, nb::handle k, nb::h
                               new_contiguous(v, request->v)};
   take_gradients(read_tensor(grads[0], "grad_q"), read_tensor(grads[1], "grad_k"),
                  read_tensor(grads[2], "grad_v"), *request, &problem, &tensors);
-  const unsigned copies = plan_and_run<BackwardPlan>(*request, &problem, tensors, Pass::backward,
-                                                     {{&request->q, &problem.forward.q, kCopyQ},
-                                                      {&request->k, &problem.forward.k, kCopyK},
-                                                      {&request->v, &problem.forward.v, kCopyV},
-                                                      {&grad_output, &problem.grad_o, kCopyGradO},
-                                                      {&output, &problem.forward.o, kCopyO}});
+  const unsigned copies = run_gradients(*request, output, grad_output, tensors, &problem);
   return copies == 0 ? nb::object(nb::make_tuple(grads[0], grads[1], grads[2], nb::none()))
                      : nb::none();
 }
@@ -250,12 +257,7 @@ inline nb::object sdpa_backward(nb::handle grad_out, nb::handle query, nb::handl
     return nb::none();
   }
   take_gradients(places[0], places[1], places[2], *request, &problem, &tensors);
-  const unsigned copies = plan_and_run<BackwardPlan>(*request, &problem, tensors, Pass::backward,
-                                                     {{&request->q, &problem.forward.q, kCopyQ},
-                                                      {&request->k, &problem.forward.k, kCopyK},
-                                                      {&request->v, &problem.forward.v, kCopyV},
-                                                      {&grad_output, &problem.grad_o, kCopyGradO},
-                                                      {&output, &problem.forward.o, kCopyO}});
+  const unsigned copies = run_gradients(*request, output, grad_output, tensors, &problem);
   return copies == 0 ? nb::object(nb::make_tuple(grads[0], grads[1], grads[2])) : nb::none();
 }
 
